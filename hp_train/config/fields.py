@@ -1,0 +1,70 @@
+"""Bounds of config fields: declared beside the field, checked by `config.validate`, shown by the help. No torch.
+
+`number(1.0, low=0, above=True)` makes a dataclass field that carries its bounds in `metadata`, and `choice("a", "a", "b")`
+one that carries its valid values. The dataclass tree itself stays plain, so that OmegaConf reads it unchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Valid values of one field: a closed or half-open interval, or a list of names, plus exceptions to it."""
+
+    low: float | None = None
+    high: float | None = None
+    low_open: bool = False
+    high_open: bool = False
+    also: tuple[Any, ...] = ()
+    choices: tuple[Any, ...] = ()
+
+    def describe(self) -> str:
+        """Return the bounds in words, as error lines and the help print them."""
+        words = []
+        if self.choices:
+            words.append(", ".join(_spell(choice) for choice in self.choices))
+        elif self.low is not None and self.high is not None:
+            low = f"above {self.low:g}" if self.low_open else f"{self.low:g}"
+            high = f"below {self.high:g}" if self.high_open else f"{self.high:g}"
+            words.append(f"{low} to {high}")
+        words.extend(_spell(value) for value in self.also)
+        return " or ".join(words)
+
+    def contain(self, value: Any) -> bool:
+        """Say whether `value` (a number, a name, or None) is valid. Lists are checked item by item by the caller."""
+        if any(value == item and type(value) is type(item) for item in (*self.also, *self.choices)):
+            return True
+        if self.choices or isinstance(value, (bool, str)) or value is None:
+            return not self.choices and self.low is None
+        if self.low is None or self.high is None:
+            return True
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below  # nan compares false, infinity is above every `high`
+
+
+def _spell(value: Any) -> str:
+    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, str) else value
+
+
+def number(default: Any, low: float, high: float, *, low_open: bool = False, high_open: bool = False,
+           also: tuple[Any, ...] = ()) -> Any:
+    """Declare a numeric field with bounds; `also` lists values outside the interval that are valid (None, -1, "auto")."""
+    bounds = Bounds(low, high, low_open, high_open, also)
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata={"bounds": bounds})
+    return dataclasses.field(default=default, metadata={"bounds": bounds})
+
+
+def choice(default: Any, *choices: Any) -> Any:
+    """Declare a field that takes one of `choices`."""
+    return dataclasses.field(default=default, metadata={"bounds": Bounds(choices=choices)})
+
+
+def bounds_of(field: dataclasses.Field) -> Bounds:
+    """Return the bounds a field was declared with; unlimited ones if none were."""
+    return field.metadata.get("bounds", Bounds())
