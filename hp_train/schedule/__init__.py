@@ -1,0 +1,33 @@
+"""The pipeline schedule as data: built, lowered, proven, drawn, read and written without torch."""
+
+from __future__ import annotations
+
+from hp_train.errors import ScheduleError
+from hp_train.schedule.builders import build_schedule
+from hp_train.schedule.lowering import TRANSPORTS, add_p2p, lower
+from hp_train.schedule.registry import SCHEDULES, check_sizes, derive_stages_per_rank, normalize_schedule_name
+from hp_train.schedule.simulate import Costs, Span, Timeline, simulate
+from hp_train.schedule.steps import MetaStep, MetaStepType, Schedule
+from hp_train.schedule.text import load_schedule, save_schedule, schedule_hash
+
+__all__ = [
+    "SCHEDULES",
+    "TRANSPORTS",
+    "Costs",
+    "MetaStep",
+    "MetaStepType",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "Timeline",
+    "add_p2p",
+    "build_schedule",
+    "check_sizes",
+    "derive_stages_per_rank",
+    "load_schedule",
+    "lower",
+    "normalize_schedule_name",
+    "save_schedule",
+    "schedule_hash",
+    "simulate",
+]
