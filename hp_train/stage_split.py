@@ -1,0 +1,81 @@
+"""Which transformer layers each pipeline stage holds. Pure, ground floor, no torch.
+
+Stages are numbered in the order in which data flows through them; which rank holds a stage is the schedule's affair.
+The even split gives every stage about the same number of parameters, the embedding on the first and the output matrix
+on the last counted, so that memory and matrix work are level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hp_train.config.schema import ModelSection
+from hp_train.models.shapes import part_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class StageSlice:
+    """What one stage holds: consecutive global layer numbers, and the model's two ends if they are its own."""
+
+    stage_index: int
+    layers: range
+    embedding: bool
+    head: bool
+
+
+def split_faults(num_layers: int, num_stages: int, layer_split: Sequence[int] | None = None) -> list[str]:
+    """Say why layers cannot be split so, one line a reason; an empty list when they can."""
+    if layer_split is None:
+        if num_layers < num_stages:
+            return [f"model.num_layers={num_layers} is less than the {num_stages} pipeline stages; each needs a layer"]
+        return []
+    faults = []
+    text = f"pp.layer_split={list(layer_split)}"
+    if len(layer_split) != num_stages:
+        faults.append(f"{text} has {len(layer_split)} entries; give {num_stages}, one for each pipeline stage")
+    if sum(layer_split) != num_layers:
+        faults.append(f"{text} covers {sum(layer_split)} layers; its sum must be model.num_layers={num_layers}")
+    for index, count in enumerate(layer_split):
+        if count < 0 or (count == 0 and 0 < index < len(layer_split) - 1):
+            faults.append(f"{text} leaves stage {index} with {count} layers; only the first and last may have none")
+    return faults
+
+
+def split_model(
+    model: ModelSection, num_stages: int, layer_split: Sequence[int] | None = None
+) -> tuple[StageSlice, ...]:
+    """Return what each stage of `model` holds, every layer once, in order.
+
+    layer_split: layers of each stage; None splits evenly by parameters, embedding and head counted.
+    The caller has seen that `split_faults` finds nothing.
+    """
+    faults = split_faults(model.num_layers, num_stages, layer_split)
+    assert not faults, faults
+    counts = even_split(model, num_stages) if layer_split is None else list(layer_split)
+    slices, first = [], 0
+    for index, count in enumerate(counts):
+        layers = range(first, first + count)
+        slices.append(StageSlice(index, layers, embedding=index == 0, head=index == num_stages - 1))
+        first += count
+    return tuple(slices)
+
+
+def even_split(model: ModelSection, num_stages: int) -> list[int]:
+    """Return the number of layers of each stage that brings the stages' parameter counts closest together.
+
+    Every stage gets one layer; each further layer goes to the stage with the fewest parameters so far, which
+    minimises the sum of squares (the cost of a stage is convex in its layers). Among equals the later stage wins: the
+    earlier a stage, the more micro-batches it holds activations of.
+    """
+    assert model.num_layers >= num_stages, f"{model.num_layers} layers for {num_stages} stages"
+    sizes = part_sizes(model)
+    loads = [sizes.layer] * num_stages
+    loads[0] += sizes.embedding
+    loads[-1] += sizes.norm + sizes.head
+    counts = [1] * num_stages
+    for _ in range(model.num_layers - num_stages):
+        lightest = min(range(num_stages), key=lambda stage: (loads[stage], -stage))
+        counts[lightest] += 1
+        loads[lightest] += sizes.layer
+    return counts
