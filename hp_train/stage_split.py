@@ -1,6 +1,7 @@
 """Which transformer layers each pipeline stage holds. Pure, ground floor, no torch.
 
 Stages are numbered in the order in which data flows through them; which rank holds a stage is the schedule's affair.
+The first stage holds the embedding too, the last the final norm and the output matrix.
 The even split gives every stage about the same number of parameters, the embedding on the first and the output matrix
 on the last counted, so that memory and matrix work are level.
 """
@@ -8,20 +9,9 @@ on the last counted, so that memory and matrix work are level.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hp_train.config.schema import ModelSection
 from hp_train.models.shapes import part_sizes
-
-
-@dataclass(frozen=True, slots=True)
-class StageSlice:
-    """What one stage holds: consecutive global layer numbers, and the model's two ends if they are its own."""
-
-    stage_index: int
-    layers: range
-    embedding: bool
-    head: bool
 
 
 def split_faults(num_layers: int, num_stages: int, layer_split: Sequence[int] | None = None) -> list[str]:
@@ -42,23 +32,19 @@ def split_faults(num_layers: int, num_stages: int, layer_split: Sequence[int] | 
     return faults
 
 
-def split_model(
+def split_layers(
     model: ModelSection, num_stages: int, layer_split: Sequence[int] | None = None
-) -> tuple[StageSlice, ...]:
-    """Return what each stage of `model` holds, every layer once, in order.
+) -> tuple[range, ...]:
+    """Return the global layer numbers that each stage of `model` holds: every layer once, in order.
 
     layer_split: layers of each stage; None splits evenly by parameters, embedding and head counted.
     The caller has seen that `split_faults` finds nothing.
     """
     faults = split_faults(model.num_layers, num_stages, layer_split)
     assert not faults, faults
-    counts = even_split(model, num_stages) if layer_split is None else list(layer_split)
-    slices, first = [], 0
-    for index, count in enumerate(counts):
-        layers = range(first, first + count)
-        slices.append(StageSlice(index, layers, embedding=index == 0, head=index == num_stages - 1))
-        first += count
-    return tuple(slices)
+    counts = even_split(model, num_stages) if layer_split is None else layer_split
+    ends = [sum(counts[: index + 1]) for index in range(num_stages)]
+    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
 
 
 def even_split(model: ModelSection, num_stages: int) -> list[int]:
