@@ -1,0 +1,51 @@
+"""Cross-entropy of an output matrix, summed over valid targets, without ever holding all logits.
+
+Models floor: imports torch only. Tokens go through the output matrix in chunks, and each chunk's logits are computed
+again in backward (non-reentrant checkpointing, so that a pipeline may ask for input and weight gradients separately).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+IGNORED_TARGET = -100
+
+
+class ChunkedCrossEntropy(nn.Module):
+    """Cross-entropy with at most `chunk_tokens` tokens' logits alive at a time; 0 takes all tokens at once."""
+
+    def __init__(self, chunk_tokens: int = 0) -> None:
+        super().__init__()
+        assert chunk_tokens >= 0, f"chunk_tokens={chunk_tokens} is negative"
+        self.chunk_tokens = chunk_tokens
+
+    def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of cross-entropy in nats over targets other than -100: an fp32 scalar, 0 if there are none.
+
+        `hidden` [..., dim] and `weight` [vocab, dim] share a dtype; `targets` is int64 [...].
+        """
+        hidden, targets = hidden.flatten(0, -2), targets.flatten()
+        if self.chunk_tokens == 0:
+            return _sum_of_cross_entropy(hidden, weight, targets)
+        losses = []
+        for chunk, chunk_targets in zip(
+            hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True
+        ):
+            if torch.is_grad_enabled():
+                losses.append(
+                    checkpoint(
+                        _sum_of_cross_entropy, chunk, weight, chunk_targets,
+                        use_reentrant=False, preserve_rng_state=False,  # nothing random inside
+                    )
+                )
+            else:
+                losses.append(_sum_of_cross_entropy(chunk, weight, chunk_targets))
+        return torch.stack(losses).sum()
+
+
+def _sum_of_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = F.linear(hidden, weight).float()  # [tokens, vocab]; softmax in fp32 in every precision
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="sum")
