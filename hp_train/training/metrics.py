@@ -1,0 +1,99 @@
+"""One row of figures an optimizer step, and where rows go: metrics.jsonl always, TensorBoard on request.
+
+Rows hold every key of `MetricsRow`, null where a figure is absent; floats in full precision. Only rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+# Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets, by a part of the device's name; first match counts.
+PEAK_BF16_FLOPS = (
+    ("B200", 2.25e15),
+    ("H200", 9.89e14),
+    ("H100 PCIe", 7.56e14),
+    ("H100 NVL", 8.35e14),
+    ("H100", 9.89e14),
+    ("A100", 3.12e14),
+    ("L40S", 3.62e14),
+    ("L4", 1.21e14),
+    ("A10", 1.25e14),
+    ("RTX 4090", 1.65e14),
+    ("V100", 1.25e14),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsRow:
+    """What is recorded of one optimizer step."""
+
+    step: int
+    loss: float  # nats per valid target token
+    val_loss: float | None  # nats per valid target token of the held-out part
+    grad_norm: float  # before clipping
+    lr: float
+    tokens: int  # valid target tokens of this step, whole job
+    tokens_per_second: float
+    tokens_per_second_per_gpu: float
+    step_time_s: float  # without evaluation and saving
+    data_wait_s: float  # of it, the longest wait for data of any rank
+    mfu: float | None  # model FLOPs over the device's peak; None where the peak is unknown
+    peak_memory_bytes: int  # the largest of any rank since the start
+
+
+class MetricsWriter:
+    """Appends rows to `metrics.jsonl` in the run directory, each flushed so that a reader sees whole lines."""
+
+    def __init__(self, run_dir: Path, *, tensorboard: bool) -> None:
+        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._board = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # an optional extra; validation has checked for it
+
+            self._board = SummaryWriter(log_dir=str(run_dir / "tensorboard"))
+
+    def write(self, row: MetricsRow) -> None:
+        """Append one row."""
+        figures = dataclasses.asdict(row)
+        self._file.write(json.dumps(figures) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in figures.items():
+                if name != "step" and value is not None:
+                    self._board.add_scalar(name, value, row.step)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory this process has held on its device; on the CPU, its peak resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the accelerator, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def device_memory_bytes(device: torch.device) -> int | None:
+    """Return the memory of the accelerator; None on the CPU, whose memory is shared."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def peak_flops(name: str) -> float | None:
+    """Return the dense bf16 peak of a device in FLOP/s; None if it is not known."""
+    return next((peak for part, peak in PEAK_BF16_FLOPS if part in name), None)
+
+

@@ -1,0 +1,103 @@
+"""One optimizer step's forward and backward passes: the seam that every engine fits.
+
+The trainer knows `StepEngine` alone. Gradients are left in `.grad`: the derivative of (loss sum of the global batch) /
+`token_count`, summed over micro-batches and data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from hp_train.data.loader import MicroBatch
+from hp_train.pipeline_parallel.runtime import PipelineRuntime
+from hp_train.pipeline_parallel.stage import ModuleStage
+from torch import nn
+
+from hp_train.parallel.mesh import MeshContext
+from hp_train.parallel.parallelize import ParallelModel
+from hp_train.pipeline_plan import PipelinePlan
+
+
+class StepEngine(Protocol):
+    """Runs the micro-batches of one rank; every rank calls it at the same point."""
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], token_count: int) -> torch.Tensor:
+        """Accumulate gradients; return this rank's loss sum, a scalar, 0 where another stage holds the loss."""
+        ...
+
+    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Return this rank's loss sum without gradients."""
+        ...
+
+
+class DataParallelEngine:
+    """Forward and backward of a whole model, micro-batch after micro-batch (gradient accumulation).
+
+    Sharded gradients are reduced after every micro-batch, so that no rank holds a whole gradient; replicated ones
+    once, after the last. The sharding engine averages over `dp_size` ranks: the loss is multiplied by it beforehand.
+    """
+
+    def __init__(self, module: nn.Module, dp_size: int, *, reduce_every_microbatch: bool) -> None:
+        self.module = module
+        self.dp_size = dp_size
+        self.reduce_every_microbatch = reduce_every_microbatch
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], token_count: int) -> torch.Tensor:
+        """Accumulate gradients over `micro_batches`; see `StepEngine`."""
+        loss_sum = torch.zeros((), dtype=torch.float64, device=micro_batches[0].tokens.device)
+        for index, batch in enumerate(micro_batches):
+            self._mark_last(index == len(micro_batches) - 1)
+            loss = self._loss(batch)
+            (loss * (self.dp_size / token_count)).backward()
+            loss_sum += loss.detach()
+        return loss_sum
+
+    @torch.no_grad()
+    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Return the loss sum of `micro_batches`; see `StepEngine`."""
+        return torch.stack([self._loss(batch).double() for batch in micro_batches]).sum()
+
+    def _loss(self, batch: MicroBatch) -> torch.Tensor:
+        return self.module(
+            batch.tokens, positions=batch.positions, attention_mask=batch.attention_mask, targets=batch.targets
+        )
+
+    def _mark_last(self, is_last: bool) -> None:
+        if self.dp_size == 1 or not hasattr(self.module, "set_is_last_backward"):
+            return
+        self.module.set_is_last_backward(is_last)
+        if self.reduce_every_microbatch:
+            self.module.set_requires_all_reduce(is_last)
+        else:
+            self.module.set_requires_gradient_sync(is_last)
+
+
+class PipelineEngine:
+    """Runs the micro-batches through a pipeline by a proven schedule."""
+
+    def __init__(self, runtime: PipelineRuntime, dp_size: int) -> None:
+        self.runtime = runtime
+        self.dp_size = dp_size
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], token_count: int) -> torch.Tensor:
+        """Accumulate gradients over `micro_batches`; see `StepEngine`."""
+        loss_sum = self.runtime.step(micro_batches, self.dp_size / token_count)
+        return torch.zeros(()) if loss_sum is None else loss_sum
+
+    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Return the loss sum of `micro_batches`; see `StepEngine`."""
+        loss_sum = self.runtime.evaluate(micro_batches)
+        return torch.zeros(()) if loss_sum is None else loss_sum
+
+
+def build_engine(model: ParallelModel, mesh: MeshContext, plan: PipelinePlan | None) -> StepEngine:
+    """Return the engine that steps this rank's share of the model; collective over all ranks."""
+    dp_size = mesh.sizes.dp_size
+    if plan is None:
+        return DataParallelEngine(model.stages[0], dp_size, reduce_every_microbatch=mesh.sizes.dp_shard > 1)
+    num_stages = plan.schedule.num_stages
+    stages = [ModuleStage(module, index, num_stages) for index, module in model.stages.items()]
+    runtime = PipelineRuntime(stages, plan.schedule, plan.transport, mesh.pp_group, mesh.device)
+    return PipelineEngine(runtime, dp_size)

@@ -1,0 +1,238 @@
+"""The training loop: builds the pieces of one worker, then steps until the end, a stop, or a fault.
+
+Every step ends in one exchange (`_agree`): each rank tells its loss, tokens, gradient squares, waiting time, and whether a
+signal or the clock asks for something; all ranks then decide alike. Nothing here knows how the model is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+from hp_train.data.loader import Loader, MicroBatch
+
+from hp_train.config.schema import TrainerConfig
+from hp_train.errors import DivergedError, ExitCode
+from hp_train.models.shapes import flops_per_token
+from hp_train.parallel.mesh import MeshContext
+from hp_train.training import metrics
+from hp_train.training.checkpointing import CheckpointSession
+from hp_train.training.evaluate import Evaluator
+from hp_train.training.grad_norm import clip_factor, owned_square_sum, scale_gradients
+from hp_train.training.lr_schedule import learning_rate
+from hp_train.training.memory_report import OutOfMemory, describe_memory, is_out_of_memory
+from hp_train.training.metrics import MetricsRow, MetricsWriter
+from hp_train.training.run_context import Phase, RunContext, TrainOutcome
+from hp_train.training.setup import Worker, build_worker
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks know alike after the exchange of one step."""
+
+    loss_sum: float
+    num_tokens: int
+    grad_norm: float  # of the mean loss over the step's valid tokens
+    data_wait_s: float
+    peak_memory_bytes: int
+    stop_signal: int  # 0, or the signal that some rank received
+    save_is_due: bool
+    bad_dp_ranks: tuple[int, ...]  # data-parallel ranks whose loss is not finite
+
+    @property
+    def loss(self) -> float:
+        """Return the mean loss over the step's valid tokens; 0 when there is none."""
+        return self.loss_sum / self.num_tokens if self.num_tokens else 0.0
+
+
+def train(config: TrainerConfig, context: RunContext) -> TrainOutcome:
+    """Train as `config` says; returns after the last step or a stop that was asked for.
+
+    Raises DivergedError on every rank, before the optimizer step, when the loss or gradient norm is not finite.
+    """
+    context.progress.phase = Phase.BUILD
+    worker = build_worker(config, context)
+    try:
+        return Trainer(config, context, worker).run()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise OutOfMemory(describe_memory(config, worker)) from error
+        raise
+
+
+class Trainer:
+    """State of the loop on one rank."""
+
+    def __init__(self, config: TrainerConfig, context: RunContext, worker: Worker) -> None:
+        self.config = config
+        self.context = context
+        self.worker = worker
+        self.mesh: MeshContext = worker.mesh
+        self.is_reporter = context.rank == 0
+        self.peak_flops = metrics.peak_flops(metrics.device_name(self.mesh.device)) if worker.precision == "bf16" else None
+        self.tokens_seen = 0
+
+    def run(self) -> TrainOutcome:
+        """Go from the last checkpoint, or the start, to the end."""
+        progress = self.context.progress
+        progress.phase = Phase.LOAD
+        checkpoints = CheckpointSession(self.config, self.context, self.worker)
+        done = checkpoints.restore()
+        self.tokens_seen = checkpoints.tokens_seen
+        self.total_steps = checkpoints.total_steps
+        evaluator = Evaluator(self.config, self.worker)
+        if self.is_reporter:
+            self._describe_attempt(done, checkpoints)
+        writer = MetricsWriter(self.context.run_dir, tensorboard=self.config.metrics.tensorboard) if self.is_reporter else None
+        loader = Loader(self.worker.train_source, self._samples_of, self.mesh.device, start_step=done)
+        stop_signal = 0
+        with closing(loader), closing(checkpoints):
+            while done < self.config.trainer.max_steps and not stop_signal:
+                progress.step, progress.phase = done + 1, Phase.DATA
+                _, micro_batches, wait_s = next(loader)
+                started = time.perf_counter()
+                agreement = self._optimizer_step(done + 1, micro_batches, wait_s, checkpoints)
+                step_time_s = time.perf_counter() - started + wait_s
+                done += 1
+                stop_signal = agreement.stop_signal
+                progress.phase = Phase.EVALUATE
+                val_loss = evaluator.loss() if self._evaluation_is_due(done) and not stop_signal else None
+                if writer is not None:
+                    writer.write(self._row(done, agreement, val_loss, step_time_s))
+                progress.phase = Phase.SAVE
+                is_last = done == self.config.trainer.max_steps
+                checkpoints.after_step(done, self.tokens_seen, due=agreement.save_is_due, last=is_last, stopping=bool(stop_signal))
+            progress.phase = Phase.FINISH
+        if writer is not None:
+            writer.close()
+        return TrainOutcome(_exit_code(stop_signal, done == self.config.trainer.max_steps), done)
+
+    def _samples_of(self, step: int) -> list[list[int]]:
+        return self.worker.batch_plan.samples_of(step, self.mesh.dp_rank)
+
+    def _optimizer_step(
+        self, step: int, micro_batches: list[MicroBatch], wait_s: float, checkpoints: CheckpointSession
+    ) -> Agreement:
+        """Run forward, backward, the exchange and the update of `step` (counted from 1)."""
+        progress, plan, optimizer = self.context.progress, self.worker.batch_plan, self.worker.optimizer
+        progress.phase = Phase.STEP
+        optimizer.zero_grad(set_to_none=True)
+        # Gradients come divided by the tokens of a full batch; padding is put right below, when the count is known.
+        loss_sum = self.worker.engine.train_step(micro_batches, plan.tokens_per_step)
+        self.worker.model.sync_tied_gradients()
+        agreement = self._agree(loss_sum, micro_batches, wait_s, checkpoints)
+        progress.phase = Phase.OPTIMIZER
+        if not (math.isfinite(agreement.loss_sum) and math.isfinite(agreement.grad_norm)):
+            raise DivergedError(self._divergence(step, agreement))
+        correction = plan.tokens_per_step / max(agreement.num_tokens, 1)
+        clip = clip_factor(agreement.grad_norm, self.config.trainer.max_grad_norm)
+        scale_gradients(self.worker.model.parameters.values(), correction * clip)
+        lr = self._learning_rate(step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        self.tokens_seen += agreement.num_tokens
+        return agreement
+
+    def _learning_rate(self, step: int) -> float:
+        return learning_rate(step, self.config.lr_scheduler, self.config.optimizer.lr, self.total_steps)
+
+    def _agree(
+        self, loss_sum: torch.Tensor, micro_batches: list[MicroBatch], wait_s: float, checkpoints: CheckpointSession
+    ) -> Agreement:
+        """Exchange one row a rank and reduce the rows in rank order, so that all ranks hold the same bits."""
+        model = self.worker.model
+        squares = owned_square_sum(model.parameters, self.mesh.coordinates, model.not_owned)
+        counts_tokens = self.mesh.coordinates.pp == self.mesh.sizes.pp - 1
+        num_tokens = sum(batch.num_targets for batch in micro_batches) if counts_tokens else 0
+        rows = self.mesh.gather([
+            loss_sum.item(), num_tokens, squares.item(), wait_s, metrics.peak_memory_bytes(self.mesh.device),
+            self.context.stop.signal_number, checkpoints.is_due() if self.is_reporter else 0.0, self.mesh.dp_rank,
+        ])  # fmt: skip
+        losses, tokens, squares_of_ranks, waits, peaks, signals, saves, dp_ranks = rows.T.tolist()
+        num_tokens = int(sum(tokens))
+        scale = self.worker.batch_plan.tokens_per_step / max(num_tokens, 1)
+        bad = {int(dp_rank) for loss, dp_rank in zip(losses, dp_ranks, strict=True) if not math.isfinite(loss)}
+        return Agreement(
+            loss_sum=math.fsum(losses) if not bad else math.nan,
+            num_tokens=num_tokens,
+            grad_norm=math.sqrt(sum(squares_of_ranks)) * scale,
+            data_wait_s=max(waits),
+            peak_memory_bytes=int(max(peaks)),
+            stop_signal=int(max(signals)),
+            save_is_due=any(saves),
+            bad_dp_ranks=tuple(sorted(bad)),
+        )
+
+    def _divergence(self, step: int, agreement: Agreement) -> str:
+        """Return the one line that names the step and the samples in question."""
+        first = self.worker.batch_plan.samples_of(step - 1, 0)[0][0]
+        if not agreement.bad_dp_ranks:
+            last = first + self.worker.batch_plan.global_batch_size - 1
+            return (
+                f"gradient norm is {agreement.grad_norm} at step {step} (samples {first} to {last}), loss {agreement.loss:.4f}; "
+                f"stopped before the optimizer step"
+            )
+        spans = []
+        for dp_rank in agreement.bad_dp_ranks:
+            samples = self.worker.batch_plan.samples_of(step - 1, dp_rank)
+            spans.append(f"{samples[0][0]} to {samples[-1][-1]}")
+        return f"loss is not finite at step {step}, samples {', '.join(spans)}; stopped before the optimizer step"
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        every = self.config.trainer.eval_every
+        return every > 0 and (step % every == 0 or step == self.config.trainer.max_steps)
+
+    def _row(self, step: int, agreement: Agreement, val_loss: float | None, step_time_s: float) -> MetricsRow:
+        config = self.config
+        per_second = agreement.num_tokens / step_time_s
+        per_device = per_second / self.mesh.sizes.world_size
+        mfu = None
+        if self.peak_flops is not None:
+            mfu = per_device * flops_per_token(config.model, config.trainer.seq_len) / self.peak_flops
+        return MetricsRow(
+            step=step,
+            loss=agreement.loss,
+            val_loss=val_loss,
+            grad_norm=agreement.grad_norm,
+            lr=self._learning_rate(step),
+            tokens=agreement.num_tokens,
+            tokens_per_second=per_second,
+            tokens_per_second_per_gpu=per_device,
+            step_time_s=step_time_s,
+            data_wait_s=agreement.data_wait_s,
+            mfu=mfu,
+            peak_memory_bytes=agreement.peak_memory_bytes,
+        )
+
+    def _describe_attempt(self, done: int, checkpoints: CheckpointSession) -> None:
+        """Write what the views and the summary need to know of this attempt."""
+        facts = {
+            "device": self.mesh.device.type,
+            "device_name": metrics.device_name(self.mesh.device),
+            "device_memory_bytes": metrics.device_memory_bytes(self.mesh.device),
+            "world_size": self.mesh.sizes.world_size,
+            "mesh": self.mesh.sizes.describe(),
+            "precision": self.worker.precision,
+            "num_parameters": self.worker.num_parameters,
+            "first_step": done + 1,
+            "max_steps": self.config.trainer.max_steps,
+            "tokens_per_step": self.worker.batch_plan.tokens_per_step,
+            "resumed_from": checkpoints.resumed_from,
+        }
+        self.context.attempt_dir.mkdir(parents=True, exist_ok=True)
+        path = self.context.attempt_dir / "attempt.json"
+        beside = path.with_suffix(".tmp")
+        beside.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        beside.rename(path)
+
+
+def _exit_code(stop_signal: int, finished: bool) -> ExitCode:
+    if finished or not stop_signal:
+        return ExitCode.DONE
+    return ExitCode.INTERRUPTED if stop_signal == signal.SIGINT else ExitCode.REQUEUE
