@@ -45,3 +45,7 @@ class DivergedError(HpTrainError):
     """Loss or gradient norm is not finite; raised before the optimizer step."""
 
     exit_code = ExitCode.DIVERGED
+
+
+class CheckpointError(HpTrainError):
+    """A checkpoint could not be written, or one that was asked for cannot be read."""

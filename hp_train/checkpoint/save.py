@@ -1,0 +1,83 @@
+"""Save a checkpoint: all ranks together, complete or not at all. Imports torch and the rest of this folder.
+
+torch.distributed.checkpoint plans and carries each rank's success or failure to all; only when every rank has written
+does rank 0 commit. Older checkpoints are pruned after that, so a save that fails leaves them as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hp_train.checkpoint.agreement import first_failure, is_distributed, rank_and_world
+from hp_train.checkpoint.layout import encode_json
+from hp_train.checkpoint.retention import delete_folder, prune
+from hp_train.checkpoint.state import CheckpointState, shards_to_save
+from hp_train.checkpoint.storage import SafetensorsWriter, ShardSavePlanner
+from hp_train.checkpoint.tensor_shard import TensorShard
+from hp_train.errors import CheckpointError
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def save_checkpoint(
+    checkpoints_dir: Path,
+    step: int,
+    state: CheckpointState,
+    *,
+    keep_last: int,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Save `state` as the checkpoint of `step` and return its folder. Collective over `group` (default: all ranks).
+
+    Keeps `keep_last` complete checkpoints, this one included. Raises CheckpointError, on every rank, when any rank
+    could not write; the checkpoints before are then untouched.
+    """
+    shards = shards_to_save(state)
+    return write_shards(checkpoints_dir, step, shards, encode_json(dict(state.progress)), keep_last=keep_last, group=group)
+
+
+def write_shards(
+    checkpoints_dir: Path,
+    step: int,
+    shards: Mapping[str, TensorShard],
+    progress: bytes,
+    *,
+    keep_last: int,
+    group: dist.ProcessGroup | None,
+) -> Path:
+    """Write, commit and prune; the part of a save that needs no live training state."""
+    writer = SafetensorsWriter(checkpoints_dir, step, progress)
+    is_first = rank_and_world(group)[0] == 0
+    try:
+        with warnings.catch_warnings():
+            if not is_distributed():
+                warnings.filterwarnings("ignore", message="torch.distributed is")  # one process is what is meant
+            dcp.save(dict(shards), storage_writer=writer, planner=ShardSavePlanner(), process_group=group)
+    except CheckpointException as error:
+        if is_first:
+            _discard(writer.folder)
+        rank, cause = first_failure(error)
+        if isinstance(cause, OSError | CheckpointError):
+            raise CheckpointError(
+                f"the checkpoint of step {step} was not written (rank {rank}: {cause}); those before it are untouched"
+            ) from error
+        raise RuntimeError(f"saving the checkpoint of step {step} failed on rank {rank}: {cause!r}\n{error}") from error
+    if is_first:
+        prune(checkpoints_dir, saved_step=step, keep_last=keep_last)
+    return writer.final
+
+
+def _discard(folder: Path) -> None:
+    # What was written of it may be what filled the disk.
+    try:
+        if folder.exists():
+            delete_folder(folder)
+    except OSError as error:
+        _LOGGER.warning("the unfinished checkpoint %s could not be deleted: %s", folder, error)
