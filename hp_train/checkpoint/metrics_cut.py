@@ -1,0 +1,85 @@
+"""Take metrics.jsonl back to the step a run resumes from, so that each step has one row. No torch.
+
+Rows of steps that will be taken again, and a last line torn by a crash, move to `metrics.attempt_N.jsonl` of the attempt
+that wrote them. Files are written beside and renamed, the moved rows first: a crash in between loses nothing, and
+cutting again changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from hp_train.checkpoint.layout import sync_folder, write_durably
+
+METRICS = "metrics.jsonl"
+
+
+def cut_metrics(run_dir: Path, step: int, attempt: int) -> int:
+    """Keep the rows of metrics.jsonl up to `step` and return how many lines were taken out.
+
+    `attempt` is the one that is about to go on from `step`; the rows were written by those before it.
+    """
+    path = run_dir / METRICS
+    if not path.exists():
+        return 0
+    first_steps = _first_steps(run_dir, attempt)
+    kept: list[bytes] = []
+    cut: dict[int, list[bytes]] = defaultdict(list)
+    for line in path.read_bytes().splitlines(keepends=True):
+        row_step = _step_of(line)
+        if row_step is not None and row_step <= step:
+            kept.append(line)
+        else:
+            cut[_writer(row_step, first_steps, attempt)].append(line)
+    for writer, lines in sorted(cut.items()):
+        _append(run_dir / f"metrics.attempt_{writer}.jsonl", b"".join(lines))
+    if cut:
+        write_durably(path, b"".join(kept))
+        sync_folder(run_dir)
+    return sum(map(len, cut.values()))
+
+
+def _first_steps(run_dir: Path, attempt: int) -> dict[int, int]:
+    """Return the first step of every attempt before `attempt` that got as far as training."""
+    first_steps = {}
+    for earlier in range(1, attempt):
+        try:
+            record = json.loads((run_dir / "logs" / f"attempt_{earlier}" / "attempt.json").read_bytes())
+            first_steps[earlier] = int(record["first_step"])
+        except FileNotFoundError:
+            continue  # it ended before its first step, and wrote no row
+        except (ValueError, KeyError, TypeError):
+            continue  # torn while it was written: the same
+    return first_steps
+
+
+def _writer(row_step: int | None, first_steps: Mapping[int, int], attempt: int) -> int:
+    """Return which attempt wrote a row.
+
+    Each attempt cuts the file before it starts, so the row of a step is of the last attempt that began at or before
+    that step. A torn line was the last that anyone wrote.
+    """
+    writers = [earlier for earlier, first in first_steps.items() if row_step is None or first <= row_step]
+    return max(writers, default=max(1, attempt - 1))
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a whole row, None for a line that is torn or is no row."""
+    if not line.endswith(b"\n"):
+        return None  # torn, even if what is there happens to parse
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if type(step) is int else None
+
+
+def _append(path: Path, lines: bytes) -> None:
+    lines = lines if lines.endswith(b"\n") else lines + b"\n"
+    before = path.read_bytes() if path.exists() else b""
+    if not before.endswith(lines):  # else a cut that crashed after this file was written is being repeated
+        write_durably(path, before + lines)
