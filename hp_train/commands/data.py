@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
     with _progress() as report:
         prepared = prepare(
             args.inputs,
-            args.tokenizer,
             args.out,
+            args.tokenizer,
             field=args.field,
             separator=args.separator,
             eos=args.eos,

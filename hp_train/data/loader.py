@@ -18,7 +18,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from hp_train.data.source import Batch, TokenSource
+from hp_train.data.source import IGNORED, Batch, TokenSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,14 @@ class MicroBatch:
 
     tokens [B, S] int64, targets [B, S] int64 (-100: not predicted), positions [B, S] int64 or None (0, 1, ...),
     attention_mask [B, 1, S, S] bool, True where the query (third axis) may attend to the key (last); None: plain causal.
+    num_targets: how many targets are not -100, counted on the host, so that asking costs no synchronisation.
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
-    positions: torch.Tensor | None = None
-    attention_mask: torch.Tensor | None = None
+    positions: torch.Tensor | None
+    attention_mask: torch.Tensor | None
+    num_targets: int
 
 
 class DataReadError(RuntimeError):
@@ -86,7 +88,7 @@ class Loader:
         if read.error is not None:
             raise DataReadError(read.step, read.samples) from read.error
         self._may_read.release()
-        return read.step, [self._to_device(batch) for batch in read.batches], wait_s
+        return read.step, [batch.to(self._device) for batch in read.batches], wait_s
 
     def __enter__(self) -> Loader:
         return self
@@ -127,14 +129,6 @@ class Loader:
             return _Read(step, [], samples, error)
         return _Read(step, batches, samples, None)
 
-    def _to_device(self, batch: _HostBatch) -> MicroBatch:
-        def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.to(self._device, non_blocking=True)
-
-        document_ids = move(batch.document_ids)
-        mask = None if document_ids is None else document_mask(document_ids)
-        return MicroBatch(move(batch.tokens), move(batch.targets), move(batch.positions), mask)
-
 
 @dataclass(frozen=True, slots=True)
 class _HostBatch:
@@ -144,6 +138,7 @@ class _HostBatch:
     targets: torch.Tensor
     positions: torch.Tensor | None
     document_ids: torch.Tensor | None
+    num_targets: int
 
     @classmethod
     def of(cls, batch: Batch, pin: bool) -> _HostBatch:
@@ -152,7 +147,19 @@ class _HostBatch:
                 return None
             return torch.from_numpy(array).pin_memory() if pin else torch.from_numpy(array)
 
-        return cls(tensor(batch.tokens), tensor(batch.targets), tensor(batch.positions), tensor(batch.document_ids))
+        num_targets = int((batch.targets != IGNORED).sum())
+        parts = (batch.tokens, batch.targets, batch.positions, batch.document_ids)
+        return cls(*map(tensor, parts), num_targets)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Start the copies to `device`, on its current stream. The mask is made there: it is seq_len times larger."""
+
+        def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        document_ids = move(self.document_ids)
+        mask = None if document_ids is None else document_mask(document_ids)
+        return MicroBatch(move(self.tokens), move(self.targets), move(self.positions), mask, self.num_targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +170,12 @@ class _Read:
     batches: list[_HostBatch]
     samples: list[int]
     error: BaseException | None
+
+
+def to_micro_batch(batch: Batch, device: torch.device | str) -> MicroBatch:
+    """`batch` on `device`, at once: for a few batches, as in evaluation."""
+    device = torch.device(device)
+    return _HostBatch.of(batch, pin=device.type == "cuda").to(device)
 
 
 def document_mask(document_ids: torch.Tensor) -> torch.Tensor:

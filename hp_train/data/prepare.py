@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -49,9 +49,9 @@ class Prepared:
 
 
 def prepare(
-    inputs: list[str],
-    tokenizer_name: str,
+    inputs: Sequence[str | Path],
     out: Path,
+    tokenizer_name: str = "byte",
     *,
     field: str = "text",
     separator: str | None = None,

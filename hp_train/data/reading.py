@@ -10,7 +10,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -137,7 +137,7 @@ class _Hashed:
         return data
 
 
-def find_inputs(inputs: list[str]) -> list[Path]:
+def find_inputs(inputs: Sequence[str | Path]) -> list[Path]:
     """The files that `inputs` name, a folder standing for those in and below it, sorted. Raises ConfigError."""
     found: list[Path] = []
     faults: list[str] = []
@@ -150,7 +150,7 @@ def find_inputs(inputs: list[str]) -> list[Path]:
                 faults.append(f"{name} holds no {', '.join(SUFFIXES)} file")
         elif not path.exists():
             faults.append(f"{name} does not exist")
-        elif not name.endswith(SUFFIXES):
+        elif not path.name.endswith(SUFFIXES):
             faults.append(f"{name}: cannot read this kind of file; use {', '.join(SUFFIXES)}")
         else:
             found.append(path)
