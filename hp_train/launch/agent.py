@@ -1,0 +1,129 @@
+"""torch's elastic agent, ending a broken group our way. Imports torch.
+
+What torch's agent does on a failure is ask the other workers to end by the signal that also means preemption, and give
+them 30 s. Here a failed attempt is marked as such first, so that workers exit at once instead of saving what their dead
+peers can no longer help to save; those that cannot hear are killed after 5 s, with all their descendants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+from hp_train.launch.failures import DeadWorker
+from hp_train.launch.lifeline import STOP_SIGNALS
+
+KILL_AFTER_S = 5
+
+
+class RunAgent(LocalElasticAgent):
+    """Runs one group of workers on this machine, once: restarts are the launcher's, which knows the cause."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        *,
+        on_failure: Callable[[list[DeadWorker]], None],
+        on_start: Callable[[], None],
+    ) -> None:
+        """`on_failure` is told the dead before any other worker is ended, `on_start` that all are running."""
+        assert spec.max_restarts == 0, "the launcher restarts, not the agent"
+        super().__init__(spec, logs_specs)
+        self._on_failure = on_failure
+        self._on_start = on_start
+
+    def worker_pids(self) -> dict[int, int]:
+        """Return local rank -> pid of the workers that have not ended yet; empty before the start."""
+        if self._pcontext is None:
+            return {}
+        processes = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
+        return {rank: process.pid for rank, process in processes.items() if process.returncode is None}
+
+    def kill_workers(self) -> None:
+        """Kill every worker and all its descendants now."""
+        for pid in () if self._pcontext is None else self._pcontext.pids().values():
+            _kill_group(pid)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict:
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        with _signals_blocked():  # workers inherit this: no signal can end one before it knows what to do with it
+            started = super()._start_workers(worker_group)
+            for number, handler in handlers.items():  # torch puts its own in their place
+                signal.signal(number, handler)
+        self._on_start()
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        dead = self._find_dead()
+        if dead:
+            self._on_failure(dead)
+            for worker in dead:  # a zombie still holds its pid, so its group is surely its own
+                _kill_group(self.worker_pids()[worker.rank])
+            assert self._pcontext is not None
+            self._pcontext.close(signal.SIGTERM, timeout=KILL_AFTER_S)
+        return super()._monitor_workers(worker_group)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = KILL_AFTER_S) -> None:
+        super()._shutdown(death_sig, min(timeout, KILL_AFTER_S))
+        self.kill_workers()  # what a worker left behind in its group
+
+    def _find_dead(self) -> list[DeadWorker]:
+        """Return the workers that ended badly, without reaping them: torch's agent must find them too."""
+        dead = []
+        for local_rank, pid in self.worker_pids().items():
+            try:
+                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                continue  # reaped by torch's agent, which does so at once only to those that ended well
+            if ended is None or (ended.si_code == os.CLD_EXITED and ended.si_status == 0):
+                continue
+            status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            dead.append(DeadWorker(local_rank, status, time.time_ns()))
+        return dead
+
+
+class RankLogs(LogsSpecs):
+    """stdout.log and stderr.log of each rank in `<attempt>/rank_R/`, and what each worker's environment adds."""
+
+    def __init__(self, attempt_dir: str, environment: dict[str, str]) -> None:
+        super().__init__(log_dir=attempt_dir)
+        self._environment = environment
+
+    @property
+    def root_log_dir(self) -> str:
+        """Return the folder of the attempt."""
+        return str(self._root_log_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Make each rank's folder and return where its streams go."""
+        logs = LogsDest()
+        for local_rank, environment in envs.items():
+            environment.update(self._environment)
+            folder = os.path.join(self.root_log_dir, f"rank_{environment['RANK']}")
+            os.makedirs(folder, exist_ok=True)
+            logs.stdouts[local_rank] = os.path.join(folder, "stdout.log")
+            logs.stderrs[local_rank] = os.path.join(folder, "stderr.log")
+            logs.error_files[local_rank] = os.path.join(folder, "error.json")
+        return logs
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody left; macOS says EPERM for a zombie's group
+        os.killpg(pid, signal.SIGKILL)

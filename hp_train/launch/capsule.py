@@ -1,0 +1,53 @@
+"""What a run directory says of the circumstances: versions, git state, command line, host. No torch import."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import hp_train.errors
+
+_PACKAGES = ("hp-train", "torch", "hydra-core", "omegaconf", "numpy", "safetensors", "tokenizers")
+
+
+def describe_circumstances(argv: list[str], recipe: str) -> dict[str, Any]:
+    """Return what capsule.json holds."""
+    return {
+        "argv": argv,
+        "recipe": recipe,
+        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "folder": os.getcwd(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "git": _git_state(Path(hp_train.errors.__file__).parent),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state(folder: Path) -> dict[str, Any] | None:
+    """Return commit and whether files differ from it; None for an installed wheel or a machine without git."""
+
+    def ask(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        if ask("ls-files", "errors.py") != "errors.py":
+            return None  # some other repository holds the environment we are installed in
+        return {"commit": ask("rev-parse", "HEAD"), "changed": bool(ask("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,97 @@
+"""The thread that shows a running attempt: it follows the files that rank 0 writes and feeds a display. No torch.
+
+It runs in the launcher, beside the agent in the main thread. What rank 0 prints (warnings above all) is shown as lines
+between the display's own; the other ranks' output stays in their log files.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Protocol, Self
+
+from hp_train.launch.history import History, LineTail, parse_row, read_facts
+
+_POLL_S = 0.1
+
+
+class Display(Protocol):
+    """What shows a run: plain lines or a live view. Entered and left once for each attempt."""
+
+    def __enter__(self) -> Self:
+        """Take the terminal."""
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Give it back."""
+
+    def open_attempt(self, history: History) -> None:
+        """The workers stand; `history.facts` is there."""
+
+    def step(self, history: History) -> None:
+        """`history.last` is new."""
+
+    def tick(self) -> None:
+        """Time has passed."""
+
+    def line(self, text: str) -> None:
+        """Show a line of text."""
+
+
+class Feed:
+    """Follows one attempt while its `with` block runs; on leaving, what is still unread is shown."""
+
+    def __init__(self, run_dir: Path, attempt_dir: Path, display: Display, messages: SimpleQueue[str]) -> None:
+        self.history = History()
+        self._attempt_dir = attempt_dir
+        self._display = display
+        self._messages = messages
+        self._metrics = LineTail(run_dir / "metrics.jsonl")
+        self._logs = [LineTail(attempt_dir / "rank_0" / name) for name in ("stdout.log", "stderr.log")]
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="feed", daemon=True)
+
+    def __enter__(self) -> Feed:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._poll(last=True)
+
+    def current_step(self) -> int:
+        """Return the step that is in work as far as the launcher knows; 0 before the workers stand."""
+        facts, last = self.history.facts, self.history.last
+        if facts is None:
+            return 0
+        return facts.first_step if last is None else min(last.step + 1, facts.max_steps)
+
+    def _follow(self) -> None:
+        while not self._stop.wait(_POLL_S):
+            self._poll()
+
+    def _poll(self, last: bool = False) -> None:
+        for tail in self._logs:
+            for line in tail.poll(torn=last):
+                self._display.line(line)
+        self._poll_steps()
+        while True:
+            try:
+                self._display.line(self._messages.get_nowait())
+            except Empty:
+                break
+        self._display.tick()
+
+    def _poll_steps(self) -> None:
+        if self.history.facts is None:
+            self.history.facts = read_facts(self._attempt_dir)
+            if self.history.facts is None:
+                return
+            self._display.open_attempt(self.history)
+        seen = self.history.facts.first_step - 1 if self.history.last is None else self.history.last.step
+        for line in self._metrics.poll():
+            row = parse_row(line)
+            if row.step > seen:  # earlier ones are another attempt's
+                self.history.add(row)
+                self._display.step(self.history)

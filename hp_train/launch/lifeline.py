@@ -1,0 +1,81 @@
+"""A worker's tie to its launcher: it hears signals even while stuck in a collective, and never outlives its parent.
+
+Signals are blocked in every thread and taken by one thread that waits for them, because a handler of Python's would not
+run before the main thread returns from C. The launcher blocks them in the child before it starts (see `agent`), so
+that none can hit the interpreter while it still loads. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from hp_train.training.run_context import StopRequest
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LAUNCHER_PID = "HP_TRAIN_LAUNCHER_PID"  # set for workers by the launcher
+_PR_SET_PDEATHSIG = 1
+_PARENT_POLL_S = 0.5
+
+
+def hold_on(stop: StopRequest, failed_mark: Path) -> None:
+    """Tie this worker to its launcher; call before torch is imported, since threads inherit the blocked signals.
+
+    SIGINT, SIGTERM and SIGHUP set `stop`, unless `failed_mark` exists: then the worker exits at once, with
+    nothing saved, because its peers are gone. When the launcher dies the worker's process group is killed.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    os.register_at_fork(after_in_child=_let_go)
+    launcher = os.environ.get(LAUNCHER_PID)
+    if launcher is not None:
+        _die_with_parent(signal.SIGHUP)
+        threading.Thread(target=_watch_parent, args=(int(launcher),), name="watch-parent", daemon=True).start()
+    parent = None if launcher is None else int(launcher)
+    threading.Thread(target=_take_signals, args=(stop, failed_mark, parent), name="take-signals", daemon=True).start()
+    if parent is not None and os.getppid() != parent:
+        _end_group()  # it died before the signal was asked for
+
+
+def _take_signals(stop: StopRequest, failed_mark: Path, launcher: int | None) -> None:
+    while True:
+        number = signal.sigwait(STOP_SIGNALS)
+        if launcher is not None and os.getppid() != launcher:
+            _end_group()
+        if failed_mark.exists():
+            os._exit(1)
+        if stop.signal_number == 0:  # the first one says how the run ends
+            stop.signal_number = int(number)
+
+
+def _watch_parent(launcher: int) -> None:
+    """Where the kernel cannot signal a parent's death, or the signal went by, ask now and then."""
+    while os.getppid() == launcher:
+        time.sleep(_PARENT_POLL_S)
+    _end_group()
+
+
+def _end_group() -> None:
+    """Kill this process and all its descendants that did not leave its group."""
+    if os.getpgrp() == os.getpid():  # the agent starts each worker in a session of its own
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(1)
+
+
+def _let_go() -> None:
+    """In a child forked from a worker: default signals again, and die with the worker."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    _die_with_parent(signal.SIGKILL)
+
+
+def _die_with_parent(number: signal.Signals) -> None:
+    """Ask the kernel to send `number` when the parent's forking thread ends (prctl(2); Linux only)."""
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError):  # a libc without prctl: `_watch_parent` remains
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)

@@ -1,0 +1,154 @@
+"""The directory of one run: where it is, what is wrong with it, what it holds. No torch.
+
+    <run>/config.yaml  config.attempt_N.yaml  overrides.yaml  capsule.json  owner.json  outcome.json
+    <run>/logs/attempt_N/rank_R/{stdout.log,stderr.log,failure.json,traceback.txt}
+
+An attempt is one set of processes: the first start, each resume and each restart after a failure.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import secrets
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hp_train.config.schema import TrainerConfig
+from hp_train.errors import ConfigError
+from hp_train.launch.files import read_json, write_json
+from hp_train.launch.owner import living_owner
+
+_RUN_MARKS = ("config.yaml", "owner.json", "outcome.json", "metrics.jsonl", "checkpoints", "logs")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the last attempt at a run ended; outcome.json."""
+
+    state: str  # done, stopped, failed or diverged
+    attempt: int
+    step: int  # last optimizer step taken
+    exit_code: int
+    message: str = ""
+
+
+def choose_run_dir(config: TrainerConfig, recipe: str) -> Path:
+    """Return the absolute path of a new run: trainer.run_dir, else <root>/<name>/<date-time-id>."""
+    if config.trainer.run_dir is not None:
+        return Path(config.trainer.run_dir).expanduser().absolute()
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = config.trainer.run_name or recipe or "run"
+    return runs_root(config) / name / f"{now}-{secrets.token_hex(2)}"
+
+
+def runs_root(config: TrainerConfig) -> Path:
+    """Return the folder of all runs: trainer.runs_root, else $HP_TRAIN_RUNS, else ./runs."""
+    root = config.trainer.runs_root or os.environ.get("HP_TRAIN_RUNS") or "runs"
+    return Path(root).expanduser().absolute()
+
+
+def check_run_dir(config: TrainerConfig, checkpoint_bytes: int = 0) -> list[str]:
+    """Return what stands against a new run where `config` puts it, one line each; nothing is created.
+
+    `checkpoint_bytes` is the size of one checkpoint, which must fit on the disk.
+    """
+    faults = []
+    name = config.trainer.run_name
+    if name is not None and (name != Path(name).name or name in ("", ".", "..")):
+        faults.append(f"trainer.run_name={name} must be the name of a folder, without `/`")
+    if config.trainer.run_dir is not None:
+        path, key = choose_run_dir(config, ""), f"trainer.run_dir={config.trainer.run_dir}"
+        faults.extend(_occupied(path, key))
+    else:
+        path = runs_root(config)
+        key = f"trainer.runs_root={path}" if config.trainer.runs_root else f"folder of runs {path}"
+    return faults + _unfit(path, key, checkpoint_bytes)
+
+
+def check_resume_dir(run_dir: Path, checkpoint_bytes: int = 0) -> list[str]:
+    """Return what stands against going on with the run in `run_dir`, one line each."""
+    if not run_dir.is_dir():
+        return [f"run directory {run_dir} does not exist"]
+    if not (run_dir / "config.yaml").is_file():
+        return [f"run directory {run_dir} holds no run: there is no config.yaml in it"]
+    owner = living_owner(run_dir)
+    faults = [f"run directory {run_dir} is in use by {owner.describe()}"] if owner else []
+    return faults + _unfit(run_dir, f"run directory {run_dir}", checkpoint_bytes)
+
+
+def _occupied(path: Path, key: str) -> list[str]:
+    if not path.is_dir():
+        return []  # a file in the way is told by `_unfit`
+    try:
+        held = os.listdir(path)
+    except PermissionError:
+        return [f"{key} cannot be read"]
+    if not held:
+        return []
+    owner = living_owner(path)
+    if owner is not None:
+        return [f"{key} is in use by {owner.describe()}"]
+    if any(mark in held for mark in _RUN_MARKS):
+        return [f"{key} holds a run already; go on with it by `hp-train resume {path}`, or choose another folder"]
+    return [f"{key} is not empty and holds no run; choose a new or an empty folder"]
+
+
+def _unfit(path: Path, key: str, checkpoint_bytes: int) -> list[str]:
+    standing = path
+    while not os.path.lexists(standing) and standing != standing.parent:
+        standing = standing.parent
+    if not standing.is_dir():
+        return [f"{key} cannot be made: {standing} is not a folder"]
+    if not os.access(standing, os.W_OK | os.X_OK):
+        return [f"{key} is not writable ({standing})"]
+    free = shutil.disk_usage(standing).free
+    if free < checkpoint_bytes:
+        need, have = checkpoint_bytes / 1e9, free / 1e9
+        return [f"{key} has {have:,.1f} GB free, one checkpoint needs {need:,.1f} GB; free some or choose another disk"]
+    return []
+
+
+def create_run_dir(config: TrainerConfig, recipe: str) -> Path:
+    """Make the directory of a new run and return it. Raises ConfigError if another run took it meanwhile."""
+    path = choose_run_dir(config, recipe)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(exist_ok=False)
+    except FileExistsError:
+        if config.trainer.run_dir is None:
+            return create_run_dir(config, recipe)  # another run drew the same name in the same second
+        if os.listdir(path):
+            raise ConfigError(*_occupied(path, f"trainer.run_dir={config.trainer.run_dir}")) from None
+    return path
+
+
+def next_attempt(run_dir: Path) -> int:
+    """Return 1 + the highest attempt that left logs."""
+    found = [re.fullmatch(r"attempt_(\d+)", entry.name) for entry in (run_dir / "logs").glob("attempt_*")]
+    return 1 + max((int(match[1]) for match in found if match), default=0)
+
+
+def attempt_dir(run_dir: Path, attempt: int) -> Path:
+    """Return the folder of one attempt's logs."""
+    return run_dir / "logs" / f"attempt_{attempt}"
+
+
+def rank_dir(run_dir: Path, attempt: int, rank: int) -> Path:
+    """Return the folder of one rank's logs."""
+    return attempt_dir(run_dir, attempt) / f"rank_{rank}"
+
+
+def write_outcome(run_dir: Path, outcome: Outcome) -> None:
+    """Say how an attempt ended."""
+    write_json(run_dir / "outcome.json", asdict(outcome))
+
+
+def read_outcome(run_dir: Path, attempt: int | None = None) -> Outcome | None:
+    """Return how the last attempt (or exactly `attempt`) ended; None if it left no word."""
+    found = read_json(run_dir / "outcome.json")
+    if found is None or (attempt is not None and found["attempt"] != attempt):
+        return None
+    return Outcome(**found)

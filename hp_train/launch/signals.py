@@ -1,0 +1,81 @@
+"""What the launcher does when it is asked to stop: tell the workers, wait for them to save, give up only when told to.
+
+The first signal is passed on and the run ends as its workers end it: SIGINT 130, SIGTERM and SIGHUP 75. More of
+SIGTERM change nothing (schedulers send it twice, and to every process); a SIGINT after the first signal kills. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from types import FrameType
+from typing import Protocol
+
+from hp_train.launch.lifeline import STOP_SIGNALS
+
+
+class Workers(Protocol):
+    """The processes that a stop is passed on to."""
+
+    def worker_pids(self) -> dict[int, int]:
+        """Return local rank -> pid."""
+
+    def kill_workers(self) -> None:
+        """Kill them all now."""
+
+
+class StopSignals:
+    """Signal handlers for the time of a launch. `messages` takes the lines for the person; a display prints them."""
+
+    def __init__(self, messages: SimpleQueue[str], current_step: Callable[[], int]) -> None:
+        self.requested = 0  # number of the first signal; 0: none
+        self.killed = False  # the person did not want to wait for the save
+        self._messages = messages
+        self._current_step = current_step
+        self._workers: Workers | None = None
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[StopSignals]:
+        """Handle the stop signals while the block runs."""
+        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and before[number] is signal.SIG_IGN:
+                continue  # under nohup
+            signal.signal(number, self._handle)
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def watch_over(self, workers: Workers | None) -> None:
+        """Take these workers as the ones to pass signals on to, at once if one has come already."""
+        self._workers = workers
+        if workers is not None and self.killed:
+            workers.kill_workers()
+        elif workers is not None and self.requested:
+            self._pass_on(workers, self.requested)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Runs between any two bytecodes of the main thread: no lock is taken here, nothing is printed.
+        if not self.requested:
+            self.requested = number
+            step = self._current_step()
+            what = f"stopping after step {step} and saving" if step else "stopping before the first step"
+            self._messages.put(f"{what}; Ctrl-C again stops now without saving")
+            if self._workers is not None:
+                self._pass_on(self._workers, number)
+        elif number == signal.SIGINT and not self.killed:
+            self.killed = True
+            self._messages.put("stopping now without saving")
+            if self._workers is not None:
+                self._workers.kill_workers()
+
+    @staticmethod
+    def _pass_on(workers: Workers, number: int) -> None:
+        for pid in workers.worker_pids().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)

@@ -1,0 +1,124 @@
+"""What the command calls to run: check the machine, make or reopen the run directory, launch, summarize.
+
+torch is imported by `launch.local` only, after everything that can be wrong has been told.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from hp_train.config.schema import TrainerConfig
+from hp_train.errors import ConfigError, ExitCode
+from hp_train.launch.capsule import describe_circumstances
+from hp_train.launch.devices import ProcessPlan, plan_processes
+from hp_train.launch.feed import Display
+from hp_train.launch.files import read_json, write_json, write_text
+from hp_train.launch.owner import own
+from hp_train.launch.plain_log import PlainLog
+from hp_train.launch.run_dir import (
+    check_resume_dir,
+    check_run_dir,
+    create_run_dir,
+    next_attempt,
+    read_outcome,
+)
+from hp_train.launch.summary import continue_command, summarize
+from hp_train.models.shapes import num_parameters
+from hp_train.topology import BatchPlan
+
+_BYTES_PER_PARAMETER = {"adamw": 12, "sgd": 4}  # fp32 weights, and AdamW's two moments
+
+
+def machine_faults(config: TrainerConfig, run_dir: Path | None = None) -> list[str]:
+    """Return all that stands against `config` on this machine: run directory, disk, devices. Nothing is created.
+
+    `run_dir` is given to go on with the run there; else the run is a new one.
+    """
+    size = num_parameters(config.model) * _BYTES_PER_PARAMETER[config.optimizer.name]
+    directory = check_run_dir(config, size) if run_dir is None else check_resume_dir(run_dir, size)
+    return [*directory, *plan_processes(config).faults]
+
+
+def start_run(config: TrainerConfig, *, recipe: str, overrides: list[str], argv: list[str]) -> int:
+    """Start a new run of a config that has passed all checks and return the exit code."""
+    plan = _plan(config)
+    run_dir = create_run_dir(config, recipe)
+    with own(run_dir):
+        config_path = run_dir / "config.yaml"
+        write_text(config_path, _to_yaml(config))
+        write_text(run_dir / "overrides.yaml", _overrides_yaml(recipe, overrides))
+        write_json(run_dir / "capsule.json", describe_circumstances(argv, recipe))
+        return _launch(run_dir, config_path, config, plan)
+
+
+def resume_run(run_dir: Path, config: TrainerConfig, *, overrides: list[str], argv: list[str]) -> int:
+    """Go on with the run in `run_dir` under `config`, its own with changes, and return the exit code.
+
+    A run that has taken all of its steps says so and nothing is started. Raises ConfigError if it is in use.
+    """
+    run_dir = run_dir.absolute()
+    outcome = read_outcome(run_dir)
+    if outcome is not None and outcome.state == "done" and outcome.step >= config.trainer.max_steps:
+        print(f"run {run_dir} is finished: all {outcome.step} steps are taken")
+        print(f"  go on with: {continue_command(run_dir, config, outcome)}")
+        return int(ExitCode.DONE)
+    plan = _plan(config)
+    with own(run_dir):
+        attempt = next_attempt(run_dir)
+        config_path = run_dir / f"config.attempt_{attempt}.yaml"
+        write_text(config_path, _to_yaml(config))
+        recipe = (read_json(run_dir / "capsule.json") or {}).get("recipe", "")
+        circumstances = {**describe_circumstances(argv, recipe), "overrides": overrides}
+        write_json(run_dir / f"capsule.attempt_{attempt}.json", circumstances)
+        return _launch(run_dir, config_path, config, plan)
+
+
+def _plan(config: TrainerConfig) -> ProcessPlan:
+    plan = plan_processes(config)
+    if plan.faults:
+        raise ConfigError(*plan.faults)
+    return plan
+
+
+def _launch(run_dir: Path, config_path: Path, config: TrainerConfig, plan: ProcessPlan) -> int:
+    trainer = config.trainer
+    batch = BatchPlan(trainer.global_batch_size, plan.sizes.dp_size, trainer.micro_batch_size, trainer.seq_len)
+    _say(batch.describe(), *plan.lines, f"run directory {run_dir}")
+    from hp_train.launch.local import launch  # torch is loaded here, when nothing is left to refuse
+
+    outcome = launch(run_dir, config_path, config, plan, _choose_display(config))
+    _say(*summarize(run_dir, config, outcome))
+    return outcome.exit_code
+
+
+def _choose_display(config: TrainerConfig) -> Display:
+    random_tokens = config.data.name == "random"
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        from hp_train.launch.view import LiveView
+
+        console = Console()
+        if console.is_interactive:
+            return LiveView(console, loss_means_nothing=random_tokens)
+    return PlainLog(sys.stdout, config.trainer.log_every, loss_means_nothing=random_tokens)
+
+
+def _say(*lines: str) -> None:
+    with suppress(OSError):  # a reader that went away (`| head`, a closed terminal) does not end the run
+        for line in lines:
+            print(line, flush=True)
+
+
+def _to_yaml(config: TrainerConfig) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+
+
+def _overrides_yaml(recipe: str, overrides: list[str]) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create({"recipe": recipe, "overrides": overrides}))

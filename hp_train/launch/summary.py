@@ -1,0 +1,56 @@
+"""What is printed when a run has ended: where it is, what it reached, and the command that goes on. No torch."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from hp_train.config.schema import TrainerConfig
+from hp_train.launch.history import AttemptFacts, LineTail, StepRow, parse_row, read_facts
+from hp_train.launch.plain_log import mean, speed_text
+from hp_train.launch.run_dir import Outcome, attempt_dir
+
+
+def summarize(run_dir: Path, config: TrainerConfig, outcome: Outcome) -> list[str]:
+    """Return the lines of the summary of a run that `outcome` ended."""
+    rows = [parse_row(line) for line in LineTail(run_dir / "metrics.jsonl").poll()]
+    facts = read_facts(attempt_dir(run_dir, outcome.attempt))
+    lines = [f"{_headline(outcome)}: {run_dir}"]
+    if rows and config.data.name != "random":
+        lines.append("  " + _losses(rows))
+    if rows and facts is not None:
+        speed = _speed(rows, facts)
+        lines.extend([f"  {speed}"] if speed else [])
+    lines.append(f"  go on with: {continue_command(run_dir, config, outcome)}")
+    return lines
+
+
+def continue_command(run_dir: Path, config: TrainerConfig, outcome: Outcome) -> str:
+    """Return the command that goes on from here: to more steps when all are done, else just on."""
+    command = f"hp-train resume {shlex.quote(str(run_dir))}"
+    return f"{command} trainer.max_steps={2 * config.trainer.max_steps}" if outcome.state == "done" else command
+
+
+def _headline(outcome: Outcome) -> str:
+    word = {"done": "done", "stopped": "stopped and saved"}.get(outcome.state, outcome.state)
+    return f"{word} at step {outcome.step}"
+
+
+def _losses(rows: list[StepRow]) -> str:
+    losses = [(row.step, row.loss) for row in rows if row.loss is not None]
+    parts = []
+    if losses:
+        (first_step, first), (last_step, last) = losses[0], losses[-1]
+        parts.append(f"loss {first:.3f} (step {first_step}) to {last:.3f} (step {last_step})")
+    evaluations = [(row.step, row.val_loss) for row in rows if row.val_loss is not None]
+    if evaluations:
+        step, value = evaluations[-1]
+        parts.append(f"validation loss {value:.3f} (step {step})")
+    return ", ".join(parts) or "no loss recorded"
+
+
+def _speed(rows: list[StepRow], facts: AttemptFacts) -> str | None:
+    """Return the mean speed of this attempt's steps; its first, which warms up, only if there is no other."""
+    mine = [row for row in rows if row.step >= facts.first_step]
+    step_time_s = mean(row.step_time_s for row in mine[1:] or mine)
+    return speed_text(facts.tokens_per_step / step_time_s, facts) if step_time_s else None

@@ -1,0 +1,154 @@
+"""One process of a run: `python -m hp_train.launch.worker RUN_DIR/config.yaml`, under our launcher or plain torchrun.
+
+Reads the composed config (never Hydra), ties itself to the launcher, joins the process group and calls the trainer.
+Ends with status 0 when the trainer returned (done, or stopped with everything saved), else with the exit code of what
+was raised, after leaving failure.json in its log folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from hp_train.config.schema import TrainerConfig
+from hp_train.errors import ExitCode, HpTrainError
+from hp_train.launch import lifeline
+from hp_train.launch.devices import mesh_sizes
+from hp_train.launch.failures import FAILED_MARK, Failure, record_failure
+from hp_train.launch.files import read_json
+from hp_train.launch.out_of_memory import advise, is_out_of_memory, measure
+from hp_train.launch.run_dir import Outcome, next_attempt, rank_dir, write_outcome
+from hp_train.topology import coordinates_of
+from hp_train.training.run_context import RunContext, TrainOutcome
+
+ATTEMPT = "HP_TRAIN_ATTEMPT"  # set for workers by the launcher
+DEVICE = "HP_TRAIN_DEVICE"
+
+Train = Callable[[TrainerConfig, RunContext], TrainOutcome]
+
+
+def main(arguments: list[str], train: Train | None = None) -> int:
+    """Run one rank to its end and return the exit status. `train` is the trainer's `train` unless given."""
+    assert len(arguments) == 1, "usage: python -m hp_train.launch.worker RUN_DIR/config.yaml"
+    config_path = Path(arguments[0]).absolute()
+    context = _context(config_path.parent)
+    lifeline.hold_on(context.stop, context.attempt_dir / FAILED_MARK)
+    faulthandler.enable()
+    config: TrainerConfig | None = None
+    try:
+        config = _settle(load_config(config_path), context)
+        outcome = _run(config, context, train)
+    except BaseException as error:  # a rank's end is told whatever it was, SystemExit included
+        return _account_for(error, config, context)
+    if context.rank == 0:
+        write_outcome(context.run_dir, _outcome_of(outcome, context))
+    return 0
+
+
+def load_config(path: Path) -> TrainerConfig:
+    """Return the config that the launcher wrote."""
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainerConfig), OmegaConf.load(path)))
+    assert isinstance(config, TrainerConfig)
+    return config
+
+
+def _context(run_dir: Path) -> RunContext:
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    capsule = read_json(run_dir / "capsule.json") or {}
+    return RunContext(
+        run_dir=run_dir,
+        attempt=int(os.environ.get(ATTEMPT, 0)),  # 0 under plain torchrun, until the ranks can agree on one
+        rank=rank,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        world_size=world_size,
+        recipe=capsule.get("recipe", ""),
+    )
+
+
+def _settle(config: TrainerConfig, context: RunContext) -> TrainerConfig:
+    """Fill in what was left to the machine: the device that the launcher chose and the size of the mesh."""
+    sizes = mesh_sizes(config, context.world_size)
+    context.progress.coordinates = coordinates_of(context.rank, sizes).describe()
+    config.fsdp.dp_shard_size = sizes.dp_shard
+    if DEVICE in os.environ:
+        config.trainer.device = os.environ[DEVICE]
+    elif config.trainer.device == "auto":
+        import torch
+
+        config.trainer.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return config
+
+
+def _run(config: TrainerConfig, context: RunContext, train: Train | None) -> TrainOutcome:
+    import torch
+    import torch.distributed as dist
+
+    if train is None:
+        from hp_train.training.trainer import train
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("RANK", "0"), ("WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", "0")  # a single process without a launcher: any free port
+    if config.trainer.device == "cuda":
+        device = torch.device("cuda", context.local_rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    if context.attempt == 0:
+        agreed = [next_attempt(context.run_dir)]  # rank 0's count; others may see folders their peers just made
+        dist.broadcast_object_list(agreed)
+        context.attempt = agreed[0]
+    context.attempt_dir.mkdir(parents=True, exist_ok=True)
+    outcome = train(config, context)
+    dist.destroy_process_group()
+    return outcome
+
+
+def _outcome_of(outcome: TrainOutcome, context: RunContext) -> Outcome:
+    state = "done" if outcome.exit_code == ExitCode.DONE else "stopped"
+    return Outcome(state, context.attempt, outcome.step, int(outcome.exit_code))
+
+
+def _account_for(error: BaseException, config: TrainerConfig | None, context: RunContext) -> int:
+    failure = Failure(
+        rank=context.rank,
+        time_ns=time.time_ns(),
+        type=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        coordinates=context.progress.coordinates,
+        step=context.progress.step,
+        phase=str(context.progress.phase),
+        exit_code=int(error.exit_code) if isinstance(error, HpTrainError) else int(ExitCode.FAILED),
+    )
+    if ATTEMPT not in os.environ:  # no launcher of ours reads an account
+        print(failure.message if isinstance(error, HpTrainError) else failure.traceback, file=sys.stderr)
+        return failure.exit_code
+    folder = rank_dir(context.run_dir, context.attempt, context.rank)
+    record_failure(folder, failure)
+    if config is not None and is_out_of_memory(error):
+        memory = measure()
+        notes = (memory.describe(), f"what would help most: {'; or '.join(advise(config, memory))}")
+        record_failure(folder, dataclasses.replace(failure, notes=notes))
+    return failure.exit_code
+
+
+def leave(status: int) -> None:
+    """End the process. After a failure at once: destructors of a broken process group may wait for ever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        os._exit(status)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))
