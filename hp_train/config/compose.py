@@ -1,0 +1,207 @@
+"""From what was typed to a `TrainerConfig`: Hydra composes groups, recipe and overrides over the typed schema. No torch.
+
+`compose(overrides)` is the function for programs and tests. The command line goes through `run_hydra`, Hydra's own
+entry, for --help, --cfg, completion and --multirun. Both check the request first (`override_check`, `yaml_check`), so
+that Hydra sees only what it can compose, and both end in `finish`, which gathers every fault that is left.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra import main as hydra_main
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hp_train.compile.pass_config import normalize_dp_mode, normalize_pp_schedule
+from hp_train.config import sources
+from hp_train.config.faults import EVERYTHING, Fault
+from hp_train.config.key_check import is_interpolation
+from hp_train.config.override_check import Request, check_request
+from hp_train.config.schema import TrainerConfig
+from hp_train.config.schema_tree import LEAVES, OPTIONAL_SECTIONS, Leaf, misfit, spell
+from hp_train.config.search_path import CONFIGS, search_path
+from hp_train.config.validate import check_config
+from hp_train.errors import ConfigError
+
+_VERSION_BASE = "1.3"
+_PRIMARY = "config"
+_HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """A composed config and everything that is wrong with it, rules over several keys included."""
+
+    config: TrainerConfig
+    recipe: str | None
+    overrides: tuple[str, ...]  # as typed; composing them again gives the same config
+    faults: tuple[Fault, ...] = field(default=())
+
+    @property
+    def messages(self) -> list[str]:
+        """Return one line for each fault."""
+        return list(dict.fromkeys(fault.message for fault in self.faults))
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Return the keys whose values are not known after the faults."""
+        return tuple(key for fault in self.faults for key in fault.unknown)
+
+
+def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> Composition:
+    """Compose `overrides` (`recipe=NAME`, `group=option`, `key=value`) as the command line does.
+
+    Raises ConfigError with every fault, rules over several keys included.
+    """
+    composition = examine(overrides, config_dir)
+    if composition.faults:
+        raise ConfigError(*composition.messages)
+    return composition
+
+
+def examine(overrides: Sequence[str], config_dir: str | None = None) -> Composition:
+    """As `compose`, but return the faults with what could be composed. Raises ConfigError when nothing could."""
+    request = check_request(overrides, search_path(config_dir))
+    _refuse_unreadable(request)
+    _prepare(request)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base=_VERSION_BASE):
+            composed = hydra_compose(_PRIMARY, list(request.overrides))
+    except _HYDRA_ERRORS as error:
+        raise ConfigError(*(fault.message for fault in request.all_faults), one_line(error)) from error
+    return finish(composed, request)
+
+
+def run_hydra(flags: Sequence[str], request: Request, task: Callable[[Composition], int], *, strict: bool) -> int:
+    """Run Hydra's command line on a checked request; return the worst of the exit codes that `task` gave.
+
+    flags: Hydra's own (--cfg job, --help, --multirun, ...). strict: refuse faults now, rather than with those that the
+    composed config has.
+    Raises ConfigError.
+    """
+    _refuse_unreadable(request)
+    if strict and request.all_faults:
+        raise ConfigError(*(fault.message for fault in request.all_faults))
+    _prepare(request)
+    codes: list[int] = []
+
+    def hp_train(composed: DictConfig) -> None:
+        codes.append(task(finish(composed, request)))
+
+    entry = hydra_main(config_path=str(CONFIGS), config_name=_PRIMARY, version_base=_VERSION_BASE)(hp_train)
+    arguments, sys.argv = sys.argv, [sys.argv[0], *flags, *request.overrides]
+    try:
+        entry()
+    except _HYDRA_ERRORS as error:
+        raise ConfigError(*(fault.message for fault in request.all_faults), one_line(error)) from error
+    finally:
+        sys.argv = arguments
+    return max(codes, default=0)
+
+
+def _refuse_unreadable(request: Request) -> None:
+    """Stop where the recipe or an option is not known: nothing after it can be judged."""
+    if not request.files.readable or any(EVERYTHING in fault.unknown for fault in request.all_faults):
+        raise ConfigError(*(fault.message for fault in request.all_faults))
+
+
+def _prepare(request: Request) -> None:
+    ConfigStore.instance().store(name="hp_train_schema", node=TrainerConfig)
+    sources.activate(request.path, request.files.unusable, request.sections_touched)
+
+
+def finish(composed: DictConfig, request: Request) -> Composition:
+    """Resolve and check a composed config."""
+    faults = list(request.all_faults)
+    tree = composed.copy()
+    faults.extend(_resolve(tree))
+    config = OmegaConf.to_object(tree)
+    assert isinstance(config, TrainerConfig)
+    _normalize(config)
+    unknown = [key for fault in faults for key in fault.unknown]
+    faults.extend(check_config(config, unknown))
+    overrides = tuple(request.overrides)
+    return Composition(config, request.recipe, overrides, tuple(faults))
+
+
+def _resolve(tree: DictConfig) -> Iterator[Fault]:
+    """Replace interpolations by their values in place; those that have none of the right type get the default."""
+    raw = OmegaConf.create(OmegaConf.to_container(tree, resolve=False))
+    for leaf in LEAVES.values():
+        if leaf.section in OPTIONAL_SECTIONS and OmegaConf.select(tree, leaf.section) is None:
+            continue
+        written = OmegaConf.to_container(raw, resolve=False)
+        for name in leaf.key.split("."):
+            written = written[name]
+        if not _has_interpolation(written):
+            if written == "???":
+                yield Fault(f"{leaf.key} has no value (???); it takes {leaf.expects()}{leaf.choices()}", (leaf.key,))
+                OmegaConf.update(tree, leaf.key, leaf.default)
+            continue
+        fault = _resolve_one(tree, raw, leaf)
+        if fault is not None:
+            yield Fault(f"{leaf.key}={spell(written)} {fault}{leaf.choices()}", (leaf.key,))
+            OmegaConf.update(tree, leaf.key, leaf.default)
+
+
+def _has_interpolation(value: Any) -> bool:
+    return any(_has_interpolation(item) for item in value) if isinstance(value, list) else is_interpolation(value)
+
+
+def _resolve_one(tree: DictConfig, raw: DictConfig, leaf: Leaf) -> str | None:
+    """Write the value that `leaf` resolves to into `tree`; return what is wrong with it, if anything."""
+    try:
+        value = OmegaConf.select(raw, leaf.key, throw_on_resolution_failure=True)
+        if OmegaConf.is_config(value):
+            value = OmegaConf.to_container(value, resolve=True)
+        if isinstance(value, str) and leaf.kinds != (str,):
+            value = _from_text(value, leaf)  # what an environment variable holds is text
+    except (OmegaConfBaseException, yaml.YAMLError, RecursionError) as error:
+        return f"cannot be resolved: {one_line(error)}"
+    fault = misfit(leaf, value)
+    if fault is not None:
+        return f"resolves to {spell(value)}, which {fault}"
+    OmegaConf.update(tree, leaf.key, value)
+    return None
+
+
+def _from_text(value: str, leaf: Leaf) -> Any:
+    read = OmegaConf.to_container(OmegaConf.create(f"value: {value}"))["value"]
+    if isinstance(read, bool) and value.strip().lower() not in ("true", "false"):
+        return value
+    return read
+
+
+def _normalize(config: TrainerConfig) -> None:
+    """Give names their one spelling; unknown ones stay for the rules to refuse."""
+    try:
+        config.pp.schedule = normalize_pp_schedule(config.pp.schedule)
+    except ValueError:
+        pass  # told by the rule for pp.schedule, with the names that are valid
+    try:
+        config.fsdp.dp_mode = normalize_dp_mode(config.fsdp.dp_mode)
+    except ValueError:
+        pass  # told by the bounds of fsdp.dp_mode
+
+
+def one_line(error: BaseException) -> str:
+    """Return what an error of Hydra, OmegaConf or YAML says, without its layout, links and advice."""
+    texts = []
+    cause: BaseException | None = error
+    while cause is not None:
+        texts.extend(line.strip() for line in str(cause).splitlines())
+        cause = cause.__cause__
+    skipped = ("See http", "full_key:", "object_type=", "reference_type=", "Search path", "provider=", "To append")
+    kept = [text for text in texts if text and not text.startswith(skipped) and set(text) - set("^ ")]
+    return "; ".join(dict.fromkeys(kept)) or type(error).__name__

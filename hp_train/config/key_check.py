@@ -1,0 +1,75 @@
+"""Is this key in the schema and does this value have its type? For one `key = value`, from wherever it comes. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hp_train.config.faults import Fault
+from hp_train.config.near_match import did_you_mean, nearest_key
+from hp_train.config.schema_tree import GROUPS, LEAVES, OPTIONAL_SECTIONS, SECTIONS, misfit, spell
+
+
+def check_value(key: str, value: Any, place: str = "") -> Iterator[Fault]:
+    """Yield what is wrong with `value` for `key`, or with what it holds when it is a mapping.
+
+    place: `file:line: ` before the message; nothing for the command line.
+    """
+    if key in LEAVES:
+        yield from _check_leaf(key, value, place)
+    elif key in SECTIONS:
+        yield from _check_section(key, value, place)
+    else:
+        yield unknown_key(key, place)
+
+
+def unknown_key(key: str, place: str = "") -> Fault:
+    """Return the fault of a key outside the schema, with the nearest that is in it."""
+    owner, _, _ = key.rpartition(".")
+    if owner.rstrip("0123456789.") in LEAVES or owner in LEAVES:
+        leaf = LEAVES[owner] if owner in LEAVES else LEAVES[owner.rstrip("0123456789.")]
+        return Fault(f"{place}{key}: {leaf.key} takes {leaf.expects()}, given whole", (leaf.key,))
+    if "." not in key:
+        near = nearest_key(key, (*GROUPS, *LEAVES))
+    else:
+        near = nearest_key(key, LEAVES)
+    hint = did_you_mean(near)
+    if not hint:
+        section = owner if owner in SECTIONS else ""
+        names = [name.rpartition(".")[2] for name in LEAVES if name.rpartition(".")[0] == section] or list(GROUPS)
+        hint = f"; {section or 'the groups are'}{' takes' if section else ''} {', '.join(names)}"
+    return Fault(f"{place}unknown key {key}{hint}", tuple(near))
+
+
+def _check_leaf(key: str, value: Any, place: str) -> Iterator[Fault]:
+    if is_interpolation(value):
+        return  # its value is looked at once the whole config is there
+    leaf = LEAVES[key]
+    if value == "???":
+        yield Fault(f"{place}{key} has no value (???); it takes {leaf.expects()}{leaf.choices()}", (key,))
+        return
+    fault = misfit(leaf, value)
+    if fault is not None:
+        shown = "" if fault == "is empty" else f"={spell(value)}"
+        needs = f"; it takes {leaf.expects()}" if fault == "is empty" else ""
+        yield Fault(f"{place}{key}{shown} {fault}{needs}{leaf.choices()}", (key,))
+
+
+def _check_section(key: str, value: Any, place: str) -> Iterator[Fault]:
+    if value is None and key in OPTIONAL_SECTIONS:
+        return
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from check_value(f"{key}.{name}", item, place)
+        return
+    what = "is a group and cannot be null" if value is None else f"={spell(value)} is not a group of settings"
+    yield Fault(f"{place}{key} {what}; set its keys, such as {_a_key_of(key)}", (f"{key}.",))
+
+
+def _a_key_of(section: str) -> str:
+    return next(key for key in LEAVES if key.startswith(section + "."))
+
+
+def is_interpolation(value: Any) -> bool:
+    """Say whether OmegaConf will replace this value by another."""
+    return isinstance(value, str) and "${" in value

@@ -1,0 +1,67 @@
+"""Settings that differ from their default and yet change nothing in this run: each is a warning. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hp_train.config.schema import TrainerConfig
+from hp_train.config.schema_tree import LEAVES, spell, value_at
+
+
+def find(config: TrainerConfig) -> list[str]:
+    """Return one line for each setting of `config` without effect, naming what would give it one."""
+    found = []
+    for keys, reason in _idle(config):
+        for key in keys:
+            value = value_at(config, key)
+            if value != LEAVES[key].default:
+                found.append(f"{key}={spell(value)} has no effect: {reason}")
+    return [*found, *_never_reached(config)]
+
+
+def _idle(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield keys that nothing reads in this run, and why."""
+    yield from _idle_in_mesh(config)
+    yield from _idle_in_loop(config)
+    trainer, data = config.trainer, config.data
+    if data.name != "tokens":
+        yield ("data.path", "data.val_path"), f"data={data.name} reads no folder"
+    if data.name == "random":
+        yield ("data.tokenizer", "data.document_boundaries"), "data=random has no text"
+    if trainer.run_dir is not None:
+        yield ("trainer.run_name", "trainer.runs_root"), f"trainer.run_dir={trainer.run_dir} is the folder itself"
+
+
+def _idle_in_mesh(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    accelerator, fsdp = config.accelerator, config.fsdp
+    if accelerator.tp_size == 1:
+        yield ("accelerator.sequence_parallel", "accelerator.loss_parallel"), "accelerator.tp_size=1"
+    if accelerator.pp_size == 1:
+        yield ("pp.schedule", "pp.layer_split", "pp.p2p_transport"), "accelerator.pp_size=1 makes no pipeline"
+    if fsdp.dp_mode == "ddp":
+        yield ("fsdp.reshard_after_forward",), "fsdp.dp_mode=ddp shards nothing"
+    elif fsdp.dp_shard_size == 1:
+        yield ("fsdp.reshard_after_forward",), "fsdp.dp_shard_size=1 shards nothing"
+
+
+def _idle_in_loop(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    if config.trainer.eval_every == 0:
+        yield ("trainer.eval_batches", "data.val_path"), "trainer.eval_every=0 never evaluates"
+    if config.optimizer.name == "sgd":
+        yield ("optimizer.betas", "optimizer.eps"), "optimizer=sgd has no moments"
+    if config.lr_scheduler.name == "constant":
+        yield ("lr_scheduler.min_lr_ratio", "lr_scheduler.total_steps"), "lr_scheduler=constant does not fall"
+    if config.activation_checkpoint.mode == "none":
+        yield ("activation_checkpoint.every",), "activation_checkpoint.mode=none recomputes nothing"
+    if config.checkpoint.every == 0:
+        yield ("checkpoint.every_minutes",), "checkpoint.every=0 saves only when a signal stops the run"
+
+
+def _never_reached(config: TrainerConfig) -> Iterator[str]:
+    """What would begin after the last step."""
+    scheduler, max_steps = config.lr_scheduler, config.trainer.max_steps
+    if scheduler.warmup_steps >= max_steps and scheduler.name != "constant":
+        yield (
+            f"lr_scheduler.name={scheduler.name} has no effect: lr_scheduler.warmup_steps={scheduler.warmup_steps} "
+            f"does not end before trainer.max_steps={max_steps}"
+        )

@@ -1,0 +1,34 @@
+"""Rules on the data: that it is there, that the model's vocabulary holds its tokens, that it is long enough. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hp_train.config.rule import Rule
+from hp_train.config.schema import TrainerConfig
+from hp_train.data.index import describe_source
+from hp_train.errors import ConfigError
+
+
+def _source(config: TrainerConfig) -> Iterator[str]:
+    try:
+        source = describe_source(config.data)
+    except ConfigError as error:
+        yield from error.messages
+        return
+    yield from source.faults(
+        seq_len=config.trainer.seq_len,
+        vocab_size=config.model.vocab_size,
+        document_boundaries=config.data.document_boundaries,
+    )
+
+
+RULES = (
+    Rule(
+        (
+            "data.name", "data.path", "data.val_path", "data.tokenizer", "data.document_boundaries", "trainer.seq_len",
+            "model.vocab_size",
+        ),
+        _source,
+    ),
+)  # fmt: skip

@@ -1,0 +1,88 @@
+"""Rules on the sizes of the mesh. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hp_train.config.rule import Rule
+from hp_train.config.schema import TrainerConfig
+from hp_train.topology import MeshSizes
+
+_NOT_YET = ("accelerator.tp_size", "accelerator.cp_size", "accelerator.ep_size", "fsdp.edp_shard_size")
+SIZE_KEYS = (
+    "accelerator.pp_size", "fsdp.dp_replicate_size", "fsdp.dp_shard_size", "accelerator.cp_size", "accelerator.tp_size",
+)  # fmt: skip
+
+
+def known_mesh(config: TrainerConfig) -> MeshSizes | None:
+    """Return the mesh that the config alone determines; None if `fsdp.dp_shard_size=-1` leaves it to the machine."""
+    accelerator, fsdp = config.accelerator, config.fsdp
+    dp_shard = fsdp.dp_shard_size
+    if dp_shard == -1:
+        others = accelerator.pp_size * fsdp.dp_replicate_size * accelerator.cp_size * accelerator.tp_size
+        asked = processes_asked(config)
+        if asked is None or asked % others:
+            return None
+        dp_shard = asked // others
+    return MeshSizes(accelerator.pp_size, fsdp.dp_replicate_size, dp_shard, accelerator.cp_size, accelerator.tp_size)
+
+
+def processes_asked(config: TrainerConfig) -> int | None:
+    """Return the number of processes that the launcher section names; None for auto."""
+    if config.launcher.nproc_per_node == "auto":
+        return None
+    return int(config.launcher.nproc_per_node) * config.launcher.nodes
+
+
+def _sizes_not_yet(config: TrainerConfig) -> Iterator[str]:
+    for key in _NOT_YET:
+        section, name = key.split(".")
+        size = getattr(getattr(config, section), name)
+        if size > 1:
+            yield f"{key}={size} is not supported yet; use 1"
+
+
+def _mode(config: TrainerConfig) -> Iterator[str]:
+    fsdp = config.fsdp
+    if fsdp.dp_mode == "ddp" and fsdp.dp_shard_size != 1:
+        yield (
+            f"fsdp.dp_shard_size={fsdp.dp_shard_size} must be 1 in fsdp.dp_mode=ddp, which replicates; "
+            "set fsdp.dp_replicate_size, or use fsdp=fsdp or fsdp=hsdp"
+        )
+    if fsdp.dp_mode == "fsdp" and fsdp.dp_replicate_size != 1:
+        yield (
+            f"fsdp.dp_replicate_size={fsdp.dp_replicate_size} must be 1 in fsdp.dp_mode=fsdp, which shards; "
+            "set fsdp.dp_shard_size, or use fsdp=ddp or fsdp=hsdp"
+        )
+
+
+def _nodes(config: TrainerConfig) -> Iterator[str]:
+    if config.launcher.name == "local" and config.launcher.nodes > 1:
+        yield f"launcher.nodes={config.launcher.nodes} needs a launcher that reaches other machines; launcher=local takes 1"
+
+
+def _product(config: TrainerConfig) -> Iterator[str]:
+    asked = processes_asked(config)
+    if asked is None:
+        return
+    accelerator, fsdp = config.accelerator, config.fsdp
+    sizes = (accelerator.pp_size, fsdp.dp_replicate_size, fsdp.dp_shard_size, accelerator.cp_size, accelerator.tp_size)
+    factors = [f"{key}={size}" for key, size in zip(SIZE_KEYS, sizes, strict=True) if size > 1]
+    product = 1
+    for size in sizes:
+        product *= max(size, 1)
+    text = f"launcher.nproc_per_node={config.launcher.nproc_per_node}"
+    mesh = f"{' x '.join(factors)} = {product}" if factors else "1"
+    if fsdp.dp_shard_size == -1:
+        if asked % product:
+            yield f"{text} is not a multiple of the mesh {mesh}; use a multiple of {product}, or auto"
+    elif asked != product:
+        yield f"{text} is not the mesh {mesh}; use {product}, or auto, or fsdp.dp_shard_size=-1 to take all"
+
+
+RULES = (
+    Rule(_NOT_YET, _sizes_not_yet),
+    Rule(("fsdp.dp_mode", "fsdp.dp_shard_size", "fsdp.dp_replicate_size"), _mode),
+    Rule(("launcher.name", "launcher.nodes"), _nodes),
+    Rule((*SIZE_KEYS, "launcher.nproc_per_node", "launcher.nodes"), _product),
+)

@@ -1,0 +1,72 @@
+"""Rules on the pipeline: its schedule, its stages, the layers of each. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hp_train.compile.pass_config import PP_SCHEDULES, SCHEDULE_FILE_PREFIX, normalize_pp_schedule
+from hp_train.config.near_match import did_you_mean, nearest
+from hp_train.config.rule import Rule
+from hp_train.config.rules_batch import BATCH_KEYS, known_num_microbatches
+from hp_train.config.schema import TrainerConfig
+from hp_train.schedule.registry import check_sizes, derive_stages_per_rank
+from hp_train.stage_split import split_faults
+
+_STAGE_KEYS = ("pp.schedule", "pp.stages_per_rank", "accelerator.pp_size")
+
+
+def known_stages_per_rank(config: TrainerConfig) -> int | None:
+    """Return the stages of each rank, derived if they are not given; None if the schedule is not known."""
+    if any(True for _ in _schedule(config)):
+        return None
+    return config.pp.stages_per_rank or derive_stages_per_rank(config.pp.schedule)
+
+
+def _schedule(config: TrainerConfig) -> Iterator[str]:
+    schedule = config.pp.schedule
+    try:
+        name = normalize_pp_schedule(schedule)
+    except ValueError:
+        near = did_you_mean([nearest(schedule, PP_SCHEDULES)])
+        yield f"pp.schedule={schedule} is no schedule{near}; use {', '.join(PP_SCHEDULES)}"
+        return
+    if name.startswith(SCHEDULE_FILE_PREFIX):
+        yield f"pp.schedule={schedule}: schedules from files are not supported yet; use {', '.join(PP_SCHEDULES)}"
+
+
+def _sizes(config: TrainerConfig) -> Iterator[str]:
+    """The schedule's own demands; without a pipeline there are none."""
+    num_microbatches, stages = known_num_microbatches(config), known_stages_per_rank(config)
+    if config.accelerator.pp_size == 1 or num_microbatches is None or stages is None:
+        return
+    for fault in check_sizes(config.pp.schedule, config.accelerator.pp_size, num_microbatches, stages):
+        yield _with_keys(fault, config, num_microbatches)
+
+
+def _with_keys(fault: str, config: TrainerConfig, num_microbatches: int) -> str:
+    """Put the keys as typed in place of the schedule package's own words."""
+    fault = fault.replace(" pp_size", " accelerator.pp_size").replace("stages_per_rank=", "pp.stages_per_rank=", 1)
+    counted = f"num_microbatches={num_microbatches}"
+    if fault.startswith(counted):
+        batch = f"trainer.global_batch_size={config.trainer.global_batch_size}"
+        fault = fault.replace(counted, f"{batch} makes {num_microbatches} micro-batches a rank, which", 1)
+    return f"pp.schedule={config.pp.schedule}: {fault}"
+
+
+def _layers(config: TrainerConfig) -> Iterator[str]:
+    stages_per_rank = known_stages_per_rank(config)
+    if config.accelerator.pp_size == 1 or stages_per_rank is None:
+        return
+    num_stages = config.accelerator.pp_size * stages_per_rank
+    cut = f"accelerator.pp_size={config.accelerator.pp_size}"
+    if stages_per_rank > 1:
+        cut += f" x pp.stages_per_rank={stages_per_rank}"
+    for fault in split_faults(config.model.num_layers, num_stages, config.pp.layer_split):
+        yield f"{fault} ({cut})"
+
+
+RULES = (
+    Rule(("pp.schedule",), _schedule),
+    Rule((*_STAGE_KEYS, *BATCH_KEYS), _sizes),
+    Rule((*_STAGE_KEYS, "pp.layer_split", "model.num_layers"), _layers),
+)

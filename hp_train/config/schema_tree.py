@@ -1,0 +1,129 @@
+"""The schema as a flat table: dotted key -> what values its field takes. No torch.
+
+`LEAVES` holds every setting, `SECTIONS` every group of settings (nested ones too). `misfit` is the one place that says
+whether a value has the type of a field; it is stricter than OmegaConf, which takes `yes` and 1 for true.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from hp_train.config.fields import Bounds, bounds_of
+from hp_train.config.schema import TrainerConfig
+
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+_PLURALS = {int: "integers", float: "numbers", bool: "booleans", str: "texts"}
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One setting: its dotted key, the types and bounds of its value, its default."""
+
+    key: str
+    kinds: tuple[type, ...]
+    item: type | None  # type of the items when it is a list
+    optional: bool  # whether null is a value
+    bounds: Bounds
+    default: Any
+
+    @property
+    def section(self) -> str:
+        """Return the key of the group that holds it."""
+        return self.key.rpartition(".")[0]
+
+    def expects(self) -> str:
+        """Return in words what type of value it takes: `an integer`, `a list of numbers`."""
+        if self.item is not None:
+            return f"a list of {_PLURALS[self.item]}"
+        kinds = [kind for kind in self.kinds if not (kind is str and len(self.kinds) > 1)]
+        return " or ".join(_WORDS[kind] for kind in kinds)
+
+    def choices(self) -> str:
+        """Return the valid values in words, e.g. `; use 1 to 4096 or auto`; nothing where there is no bound."""
+        described = self.bounds.describe()
+        return f"; use {described}" if described else ""
+
+
+def misfit(leaf: Leaf, value: Any) -> str | None:
+    """Say in words why `value` has not the type of `leaf` (bounds aside); None when it has."""
+    if value is None:
+        return None if leaf.optional else "is empty"
+    if isinstance(value, str) and not value.strip():
+        return "is empty"
+    if leaf.item is not None:
+        if isinstance(value, list) and all(_is_a(item, leaf.item) for item in value):
+            return None
+        return f"is not {leaf.expects()}"
+    if leaf.bounds.choices and any(value == choice and type(value) is type(choice) for choice in leaf.bounds.choices):
+        return None
+    if any(_is_a(value, kind) for kind in leaf.kinds):
+        return None
+    if leaf.kinds == (str,) and not leaf.bounds.choices and type(value) in (int, float):
+        return None  # a name that looks like a number
+    return f"is not {leaf.expects()}"
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    if kind is float:
+        return type(value) in (int, float)
+    return type(value) is kind
+
+
+def spell(value: Any) -> str:
+    """Return a value as it is typed on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(spell(item) for item in value)}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{spell(item)}" for key, item in value.items()) + "}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def value_at(config: Any, key: str) -> Any:
+    """Return the value of dotted `key` in a config object; None below a group that is null."""
+    for name in key.split("."):
+        config = None if config is None else getattr(config, name)
+    return config
+
+
+def _build() -> tuple[dict[str, Leaf], dict[str, type]]:
+    leaves: dict[str, Leaf] = {}
+    sections: dict[str, type] = {}
+
+    def add(owner: type, prefix: str) -> None:
+        hints = typing.get_type_hints(owner)
+        for field in dataclasses.fields(owner):
+            key = prefix + field.name
+            arms, optional = _arms(hints[field.name])
+            if dataclasses.is_dataclass(arms[0]):
+                sections[key] = arms[0]
+                add(arms[0], key + ".")
+            else:
+                leaves[key] = _leaf(key, arms, optional, field)
+
+    add(TrainerConfig, "")
+    return leaves, sections
+
+
+def _arms(hint: Any) -> tuple[tuple[Any, ...], bool]:
+    """Split a union into its types and whether None is one of them."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        arms = typing.get_args(hint)
+        return tuple(arm for arm in arms if arm is not types.NoneType), types.NoneType in arms
+    return (hint,), False
+
+
+def _leaf(key: str, arms: tuple[Any, ...], optional: bool, field: dataclasses.Field) -> Leaf:
+    item = typing.get_args(arms[0])[0] if typing.get_origin(arms[0]) is list else None
+    default = field.default_factory() if field.default is dataclasses.MISSING else field.default
+    return Leaf(key, () if item else arms, item, optional, bounds_of(field), default)
+
+
+LEAVES, SECTIONS = _build()
+OPTIONAL_SECTIONS = frozenset(key for key in SECTIONS if "." in key)
+GROUPS = tuple(key for key in SECTIONS if "." not in key)
