@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -47,9 +48,10 @@ def _rank_main(
         )
         result = fn(rank, world_size, *args)
         dist.destroy_process_group()
-        pipe.send((True, result))
+        # Plain pickle copies tensors; the connection's own pickler would send handles that die with this process.
+        pipe.send_bytes(pickle.dumps((True, result)))
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         pipe.close()
     os._exit(0)  # skip atexit: gloo threads of a failed group may never join
@@ -97,7 +99,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
         for pipe in ready:
             rank = pending.pop(pipe)
             try:
-                succeeded, value = pipe.recv()
+                succeeded, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 succeeded, value = False, "the process died without a traceback"
             (results if succeeded else failures)[rank] = value
