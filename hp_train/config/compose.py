@@ -7,9 +7,11 @@ that Hydra sees only what it can compose, and both end in `finish`, which gather
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,18 +20,20 @@ from hydra import initialize_config_dir
 from hydra import main as hydra_main
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hp_train.compile.pass_config import normalize_dp_mode, normalize_pp_schedule
-from hp_train.config import sources
+from hp_train.config import help_text, sources
 from hp_train.config.faults import EVERYTHING, Fault
-from hp_train.config.key_check import is_interpolation
+from hp_train.config.key_check import check_value, is_interpolation
 from hp_train.config.override_check import Request, check_request
 from hp_train.config.schema import TrainerConfig
-from hp_train.config.schema_tree import LEAVES, OPTIONAL_SECTIONS, Leaf, misfit, spell
-from hp_train.config.search_path import CONFIGS, search_path
+from hp_train.config.schema_tree import LEAVES, OPTIONAL_SECTIONS, SECTIONS, Leaf, misfit, spell
+from hp_train.config.search_path import CONFIGS, SearchPath, search_path
 from hp_train.config.validate import check_config
 from hp_train.errors import ConfigError
 
@@ -83,31 +87,35 @@ def examine(overrides: Sequence[str], config_dir: str | None = None) -> Composit
     return finish(composed, request)
 
 
-def run_hydra(flags: Sequence[str], request: Request, task: Callable[[Composition], int], *, strict: bool) -> int:
-    """Run Hydra's command line on a checked request; return the worst of the exit codes that `task` gave.
+def run_hydra(flags: Sequence[str], request: Request, *, strict: bool = False) -> list[Composition]:
+    """Run Hydra's command line on a checked request; return what it composed, one for each job of --multirun.
 
-    flags: Hydra's own (--cfg job, --help, --multirun, ...). strict: refuse faults now, rather than with those that the
-    composed config has.
+    flags: Hydra's own; with --cfg, --help and the like it prints and composes nothing.
+    strict: refuse faults of the request now, rather than with those that the composed config has.
     Raises ConfigError.
     """
     _refuse_unreadable(request)
     if strict and request.all_faults:
         raise ConfigError(*(fault.message for fault in request.all_faults))
     _prepare(request)
-    codes: list[int] = []
+    composed: list[Composition] = []
 
-    def hp_train(composed: DictConfig) -> None:
-        codes.append(task(finish(composed, request)))
+    def collect(config: DictConfig) -> None:
+        hydra = HydraConfig.get()
+        composition = finish(config, request)
+        overrides = tuple(hydra.overrides.task)
+        composed.append(replace(composition, recipe=hydra.runtime.choices.get("recipe"), overrides=overrides))
 
-    entry = hydra_main(config_path=str(CONFIGS), config_name=_PRIMARY, version_base=_VERSION_BASE)(hp_train)
+    entry = hydra_main(config_path=str(CONFIGS), config_name=_PRIMARY, version_base=_VERSION_BASE)(collect)
     arguments, sys.argv = sys.argv, [sys.argv[0], *flags, *request.overrides]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors come to us and not as a block of text to the terminal
     try:
         entry()
     except _HYDRA_ERRORS as error:
         raise ConfigError(*(fault.message for fault in request.all_faults), one_line(error)) from error
     finally:
         sys.argv = arguments
-    return max(codes, default=0)
+    return composed
 
 
 def _refuse_unreadable(request: Request) -> None:
@@ -118,6 +126,7 @@ def _refuse_unreadable(request: Request) -> None:
 
 def _prepare(request: Request) -> None:
     ConfigStore.instance().store(name="hp_train_schema", node=TrainerConfig)
+    OmegaConf.register_new_resolver("hp_train_help", help_text.part, replace=True)
     sources.activate(request.path, request.files.unusable, request.sections_touched)
 
 
@@ -133,6 +142,29 @@ def finish(composed: DictConfig, request: Request) -> Composition:
     faults.extend(check_config(config, unknown))
     overrides = tuple(request.overrides)
     return Composition(config, request.recipe, overrides, tuple(faults))
+
+
+def change(saved: Path, overrides: Sequence[str], recipe: str | None = None) -> Composition:
+    """Apply `key=value` overrides to a config that a run saved, and check it as if it were new.
+
+    Raises ConfigError when the file cannot be used.
+    """
+    request = check_request(overrides, SearchPath())
+    request.recipe = recipe
+    try:
+        written = OmegaConf.load(saved)
+        found = [fault for name, value in OmegaConf.to_container(written).items() for fault in check_value(name, value)]
+        if found:
+            raise ConfigError(*(f"{saved}: {fault.message}" for fault in found))
+        tree = OmegaConf.merge(OmegaConf.structured(TrainerConfig), written)
+        for override in OverridesParser.create().parse_overrides(request.overrides):
+            section = override.key_or_group.rpartition(".")[0]
+            if section in OPTIONAL_SECTIONS and OmegaConf.select(tree, section) is None:
+                OmegaConf.update(tree, section, SECTIONS[section]())
+            OmegaConf.update(tree, override.key_or_group, override.value())
+    except (OSError, AttributeError, *_HYDRA_ERRORS) as error:
+        raise ConfigError(f"{saved} cannot be used: {one_line(error)}") from error
+    return finish(tree, request)
 
 
 def _resolve(tree: DictConfig) -> Iterator[Fault]:

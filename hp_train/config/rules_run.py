@@ -1,9 +1,8 @@
-"""Rules on the loop: optimizer, learning rate, precision, logging, names of folders. No torch."""
+"""Rules on the loop: optimizer, learning rate, precision, logging. No torch."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 
 from hp_train.config.rule import Rule
@@ -22,12 +21,6 @@ def _betas(config: TrainerConfig) -> Iterator[str]:
         yield f"optimizer.betas={config.optimizer.betas} has {len(config.optimizer.betas)} entries; give 2, such as [0.9,0.95]"
 
 
-def _run_name(config: TrainerConfig) -> Iterator[str]:
-    name = config.trainer.run_name
-    if name is not None and (name in (".", "..") or "/" in name or os.sep in name):
-        yield f"trainer.run_name={name} is a path; give a plain name, and the folder of all runs as trainer.runs_root"
-
-
 def _tensorboard(config: TrainerConfig) -> Iterator[str]:
     if config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
         yield "metrics.tensorboard=true needs the package tensorboard: pip install 'hp-train[tensorboard]'"
@@ -36,6 +29,5 @@ def _tensorboard(config: TrainerConfig) -> Iterator[str]:
 RULES = (
     Rule(("metrics.wandb", "metrics.profile_steps"), _not_yet),
     Rule(("optimizer.betas",), _betas),
-    Rule(("trainer.run_name",), _run_name),
     Rule(("metrics.tensorboard",), _tensorboard),
 )

@@ -1,0 +1,144 @@
+"""The command `hp-train`: takes the verb off the arguments, calls one function, prints what went wrong, exits.
+
+Verbs with a config (train, which may be left out) go through Hydra's entry; the others through argparse. Modules are
+imported where they are needed: a verb pays for its own imports only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from hp_train.config.near_match import did_you_mean, nearest
+from hp_train.errors import ConfigError, ExitCode, HpTrainError
+
+_VERBS = ("train", "resume", "recipes", "schedule", "data")
+
+
+def main() -> int:
+    """Entry of the console script; returns the exit code."""
+    argv = list(sys.argv)
+    try:
+        code = _dispatch(argv[1:], argv)
+        sys.stdout.flush()
+        return code
+    except HpTrainError as error:
+        messages = error.messages if isinstance(error, ConfigError) else str(error).splitlines()
+        for message in messages:
+            print(f"hp-train: {' '.join(message.split())}", file=sys.stderr)
+        return int(error.exit_code)
+    except BrokenPipeError:  # `hp-train --cfg job | head`: who read the output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.DONE)
+    except KeyboardInterrupt:
+        return int(ExitCode.INTERRUPTED)
+
+
+def _dispatch(arguments: list[str], argv: list[str]) -> int:
+    if not arguments:
+        return _command("overview").run()
+    first = arguments[0]
+    if "=" in first or first.startswith(("-", "~", "+")):
+        return _train(arguments, argv)
+    if first not in _VERBS:
+        near = did_you_mean([nearest(first, _VERBS)])
+        raise ConfigError(f"{first} is no verb{near}; use {', '.join(_VERBS)}, recipe=NAME or key=value")
+    if first == "train":
+        return _train(arguments[1:], argv)
+    command = _command(first)
+    parser = _Parser(prog=f"hp-train {first}", description=(command.__doc__ or "").splitlines()[0])
+    command.add_arguments(parser)
+    args = parser.parse_args(arguments[1:])
+    return command.run(args, argv) if first == "resume" else command.run(args)
+
+
+def _command(name: str) -> Callable:
+    return importlib.import_module(f"hp_train.commands.{name}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are one line; its subparsers are of this class too."""
+
+    def error(self, message: str) -> NoReturn:
+        usage = " ".join(self.format_usage().removeprefix("usage: ").split())
+        raise ConfigError(f"{self.prog.removeprefix('hp-train').strip()} {message}; usage: {usage}".strip())
+
+
+def _train(arguments: list[str], argv: list[str]) -> int:
+    options = _parse_options(arguments)
+    if options.version:
+        print(f"hp-train {importlib.metadata.version('hp-train')}")
+        return 0
+    from hp_train.config import compose
+    from hp_train.config.override_check import Request, check_request
+    from hp_train.config.search_path import search_path
+
+    path = search_path(options.config_dir)
+    if options.shell_completion:
+        _complete_verbs()
+        compose.run_hydra(["--shell-completion", *options.overrides], Request(path))
+        return 0
+    request = check_request(options.overrides, path, multirun=options.multirun)
+    flags = _flags_for_hydra(options)
+    prints_only = bool(flags) and flags != ["--multirun"]
+    jobs = compose.run_hydra(flags, request, strict=prints_only)
+    return 0 if prints_only else _command("train").run(jobs, argv)
+
+
+def _parse_options(arguments: list[str]) -> argparse.Namespace:
+    """Parse Hydra's options, of which those that would replace our config or unpickle a file are not offered."""
+    parser = _Parser(prog="hp-train", add_help=False, allow_abbrev=False, usage="hp-train --help")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--info", "-i", nargs="?", const="all", choices=("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"))
+    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        known = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+        near = did_you_mean([nearest(unknown[0].partition("=")[0], known)])
+        raise ConfigError(f"unknown option {unknown[0]}{near}; use {', '.join(known)}")
+    if options.package is not None:
+        from hp_train.config.schema_tree import SECTIONS
+
+        if options.package not in (*SECTIONS, "_global_"):
+            raise ConfigError(f"--package {options.package} is no group; use {', '.join(SECTIONS)}")
+    return options
+
+
+def _flags_for_hydra(options: argparse.Namespace) -> list[str]:
+    flags = ["--help"] if options.help else []
+    flags += ["--cfg", options.cfg] if options.cfg else []
+    flags += ["--resolve"] if options.resolve else []
+    flags += ["--package", options.package] if options.package else []
+    flags += ["--info", options.info] if options.info else []
+    flags += ["--multirun"] if options.multirun else []
+    return flags
+
+
+def _complete_verbs() -> None:
+    """Complete the first word to a verb, and take a whole verb off the line before Hydra completes what follows."""
+    words = os.environ.get("COMP_LINE", "").split()
+    at_new_word = os.environ.get("COMP_LINE", "").endswith(" ")
+    if len(words) == 1 or (len(words) == 2 and not at_new_word):
+        typed = words[1] if len(words) == 2 else ""
+        print(*(verb for verb in _VERBS if verb.startswith(typed)))
+        return
+    num_words = {"train": 1, "resume": 2}.get(words[1] if words else "", 0)
+    if num_words:
+        rest = words[1 + num_words :]
+        os.environ["COMP_LINE"] = " ".join([words[0], *rest]) + (" " if at_new_word or not rest else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

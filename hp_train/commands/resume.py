@@ -1,0 +1,64 @@
+"""`hp-train resume RUN_DIR [key=value ...]`: go on with a run, perhaps changed. No torch until nothing is left to refuse.
+
+Plain keys apply to the run's config.yaml. A group or recipe among the arguments composes the run anew, from the
+overrides that it was started with and these.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import yaml
+
+from hp_train.commands.train import job_faults, warn
+from hp_train.config.compose import Composition, change, examine
+from hp_train.config.override_check import is_group_override
+from hp_train.errors import ConfigError
+from hp_train.launch.run_dir import check_resume_dir
+from hp_train.launch.start import resume_run
+
+USAGE = "hp-train resume RUN_DIR [key=value ...]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the directory of the run to go on with")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="what is to change from now on")
+    parser.add_argument("--config-dir", metavar="DIR", help="a folder with recipes and options of your own")
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Check the changed config as a new one would be, then go on. Raises ConfigError."""
+    run_dir = Path(args.run_dir).expanduser().absolute()
+    if "=" in args.run_dir and not run_dir.exists():
+        raise ConfigError(f"resume needs a run directory before {args.run_dir}: {USAGE}")
+    standing = check_resume_dir(run_dir)
+    if standing:
+        raise ConfigError(*standing)
+    job = changed(run_dir, args.overrides, args.config_dir)
+    found = job_faults(job, run_dir)
+    if found:
+        raise ConfigError(*found)
+    warn(job.config)
+    return resume_run(run_dir, job.config, overrides=args.overrides, argv=argv)
+
+
+def changed(run_dir: Path, overrides: list[str], config_dir: str | None = None) -> Composition:
+    """Return the config of the run in `run_dir` with `overrides` applied, and its faults.
+
+    Raises ConfigError when nothing could be composed.
+    """
+    recipe, first = _started_with(run_dir / "overrides.yaml")
+    if any(is_group_override(override) for override in overrides):
+        return examine([*first, *overrides], config_dir)
+    return change(run_dir / "config.yaml", overrides, recipe)
+
+
+def _started_with(path: Path) -> tuple[str | None, list[str]]:
+    """Return the recipe and the overrides that a run was started with."""
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return saved["recipe"] or None, [str(override) for override in saved["overrides"]]
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be used: {' '.join(str(error).split())}") from error

@@ -1,0 +1,84 @@
+"""`hp-train [train]`: check everything, then start the run. No torch until nothing is left to refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hp_train.config.compose import Composition
+from hp_train.config.faults import is_unknown
+from hp_train.config.schema import TrainerConfig
+from hp_train.config.schema_tree import LEAVES
+from hp_train.config.validate import faults, warnings
+from hp_train.errors import ConfigError, ExitCode
+from hp_train.launch.devices import plan_processes
+from hp_train.launch.start import machine_faults, start_run
+from hp_train.topology import BatchPlan
+
+_MACHINE_READS = ("accelerator.", "fsdp.", "model.", "launcher.", "optimizer.name", "trainer.device", "trainer.run")
+
+
+def run(jobs: Sequence[Composition], argv: list[str]) -> int:
+    """Check all jobs, then run one after the other; return the worst exit code."""
+    found: list[str] = []
+    for job in jobs:
+        found.extend(_with_job(message, job, jobs) for message in job_faults(job))
+    if found:
+        raise ConfigError(*dict.fromkeys(found))
+    worst = 0
+    for job in jobs:
+        warn(job.config)
+        code = start_run(job.config, recipe=job.recipe or "", overrides=list(job.overrides), argv=argv)
+        worst = max(worst, code)
+        if code in (ExitCode.INTERRUPTED, ExitCode.REQUEUE):
+            break  # who stopped this job did not ask for the next
+    return worst
+
+
+def _with_job(message: str, job: Composition, jobs: Sequence[Composition]) -> str:
+    return message if len(jobs) == 1 else f"{message} (job {' '.join(job.overrides)})"
+
+
+def job_faults(job: Composition, run_dir: Path | None = None) -> list[str]:
+    """Return all that is wrong with a job, here, on this machine; `run_dir` is given to go on with a run."""
+    found = job.messages
+    unsound = [key for key in LEAVES if key.startswith(_MACHINE_READS) and is_unknown(key, job.unknown)]
+    if not unsound:
+        # a count of processes that is not the mesh's has been told; devices are judged by the mesh
+        launcher = dataclasses.replace(job.config.launcher, nproc_per_node="auto") if found else job.config.launcher
+        found += machine_faults(dataclasses.replace(job.config, launcher=launcher), run_dir)
+    if not found:
+        found = faults(resolved(job.config)) or _pipeline_faults(resolved(job.config))
+    return list(dict.fromkeys(found))
+
+
+def resolved(config: TrainerConfig) -> TrainerConfig:
+    """Return `config` with `fsdp.dp_shard_size=-1` replaced by what this machine has."""
+    if config.fsdp.dp_shard_size != -1:
+        return config
+    dp_shard_size = plan_processes(config).sizes.dp_shard
+    return dataclasses.replace(config, fsdp=dataclasses.replace(config.fsdp, dp_shard_size=dp_shard_size))
+
+
+def _pipeline_faults(config: TrainerConfig) -> list[str]:
+    """Return why the schedule is refused; it is proven here, before any worker starts."""
+    if config.accelerator.pp_size == 1:
+        return []
+    from hp_train.pipeline_plan import plan_pipeline
+
+    trainer = config.trainer
+    dp_size = config.fsdp.dp_replicate_size * config.fsdp.dp_shard_size
+    batch = BatchPlan(trainer.global_batch_size, dp_size, trainer.micro_batch_size, trainer.seq_len)
+    try:
+        plan_pipeline(config, batch.num_microbatches)
+    except ConfigError as error:
+        return list(error.messages)
+    return []
+
+
+def warn(config: TrainerConfig) -> None:
+    """Tell which settings have no effect in this run."""
+    for message in warnings(config):
+        print(f"hp-train: warning: {message}", file=sys.stderr)
