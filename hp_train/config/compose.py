@@ -26,7 +26,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hp_train.compile.pass_config import normalize_dp_mode, normalize_pp_schedule
 from hp_train.config import help_text, sources
 from hp_train.config.faults import EVERYTHING, Fault
 from hp_train.config.key_check import check_value, is_interpolation
@@ -34,7 +33,6 @@ from hp_train.config.override_check import Request, check_request
 from hp_train.config.schema import TrainerConfig
 from hp_train.config.schema_tree import LEAVES, OPTIONAL_SECTIONS, SECTIONS, Leaf, misfit, spell
 from hp_train.config.search_path import CONFIGS, SearchPath, search_path
-from hp_train.config.validate import check_config
 from hp_train.errors import ConfigError
 
 _VERSION_BASE = "1.3"
@@ -132,6 +130,8 @@ def _prepare(request: Request) -> None:
 
 def finish(composed: DictConfig, request: Request) -> Composition:
     """Resolve and check a composed config."""
+    from hp_train.config.validate import check_config  # not needed to print a config: --cfg starts faster
+
     faults = list(request.all_faults)
     tree = composed.copy()
     faults.extend(_resolve(tree))
@@ -217,6 +217,8 @@ def _from_text(value: str, leaf: Leaf) -> Any:
 
 def _normalize(config: TrainerConfig) -> None:
     """Give names their one spelling; unknown ones stay for the rules to refuse."""
+    from hp_train.compile.pass_config import normalize_dp_mode, normalize_pp_schedule
+
     try:
         config.pp.schedule = normalize_pp_schedule(config.pp.schedule)
     except ValueError:

@@ -63,10 +63,11 @@ def _check_section(key: str, value: Any, place: str) -> Iterator[Fault]:
             yield from check_value(f"{key}.{name}", item, place)
         return
     what = "is a group and cannot be null" if value is None else f"={spell(value)} is not a group of settings"
-    yield Fault(f"{place}{key} {what}; set its keys, such as {_a_key_of(key)}", (f"{key}.",))
+    yield Fault(f"{place}{key} {what}; set its keys, such as {a_key_of(key)}", (f"{key}.",))
 
 
-def _a_key_of(section: str) -> str:
+def a_key_of(section: str) -> str:
+    """Return some key of a group, as an example."""
     return next(key for key in LEAVES if key.startswith(section + "."))
 
 

@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Override, QuotedString, Transformer
 from hydra.errors import HydraException
 
 from hp_train.config.faults import EVERYTHING, Fault
-from hp_train.config.key_check import check_value, is_interpolation
+from hp_train.config.key_check import a_key_of, check_value, is_interpolation
 from hp_train.config.near_match import did_you_mean, nearest
 from hp_train.config.schema_tree import GROUPS, LEAVES, OPTIONAL_SECTIONS, SECTIONS, spell
 from hp_train.config.search_path import RECIPE_GROUP, SearchPath
@@ -162,19 +162,23 @@ def _check_single(key: str, value: Any, path: SearchPath) -> Iterator[Fault]:
 
 
 def _check_option(group: str, option: Any, path: SearchPath) -> Iterator[Fault]:
+    if option is None and group == RECIPE_GROUP:
+        return  # no recipe
     options = path.options_of(group)
     unknown = (EVERYTHING if group == RECIPE_GROUP else f"{group}.",)
-    if option is None and group == RECIPE_GROUP:
-        return
+    choices = f"; use {', '.join(options)}" if options else f"; set its keys, such as {a_key_of(group)}"
+    text = spell(option)
     if option is None:
-        yield Fault(f"{group}=null: a group cannot be null; use {', '.join(options)}", unknown)
-    elif not isinstance(option, str) and str(option) not in options:
-        yield Fault(f"{group}={spell(option)} is not the name of an option; use {', '.join(options)}", unknown)
-    elif not str(option).strip():
-        yield Fault(f"{group} is empty; use {', '.join(options)}", unknown)
+        yield Fault(f"{group}=null: a group cannot be null{choices}", unknown)
+    elif isinstance(option, (list, dict, bool)):
+        yield Fault(f"{group}={text} is not the name of an option{choices}", unknown)
+    elif not text.strip():
+        yield Fault(f"{group} is empty{choices}", unknown)
     elif is_interpolation(option):
-        yield Fault(f"{group}={option}: an option is given by its name; use {', '.join(options)}", unknown)
-    elif "/" in str(option) or "\\" in str(option) or str(option).startswith("."):
-        yield Fault(f"{group}={option} is a path; give one of the names {', '.join(options)}", unknown)
-    elif str(option) not in options:
-        yield unknown_option(group, str(option), path)
+        yield Fault(f"{group}={text}: an option is given by its name{choices}", unknown)
+    elif "/" in text or "\\" in text or text.startswith("."):
+        yield Fault(f"{group}={text} is a path; give a name{choices}", unknown)
+    elif not options:
+        yield Fault(f"{group}={text}: this group has no options{choices}", unknown)
+    elif text not in options:
+        yield unknown_option(group, text, path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hp_train.config.schema_tree import GROUPS
@@ -27,6 +27,7 @@ class SearchPath:
     """The folders in the order in which they are searched, a person's own first."""
 
     own: tuple[Path, ...] = ()
+    _options: dict[str, dict[str, Path]] = field(default_factory=dict, compare=False, repr=False)  # folders, once read
 
     def folders_of(self, group: str) -> list[Path]:
         """Return the folders that may hold options of `group`, in order."""
@@ -37,12 +38,14 @@ class SearchPath:
 
     def options_of(self, group: str) -> dict[str, Path]:
         """Return option name -> file, sorted by name; the first folder that has a name wins."""
-        found: dict[str, Path] = {}
-        for folder in self.folders_of(group):
-            if folder.is_dir():
-                for path in folder.glob("*.yaml"):
-                    found.setdefault(path.stem, path)
-        return dict(sorted(found.items()))
+        if group not in self._options:
+            found: dict[str, Path] = {}
+            for folder in self.folders_of(group):
+                if folder.is_dir():
+                    for path in folder.glob("*.yaml"):
+                        found.setdefault(path.stem, path)
+            self._options[group] = dict(sorted(found.items()))
+        return self._options[group]
 
 
 def search_path(config_dir: str | None = None) -> SearchPath:
