@@ -28,7 +28,7 @@ class ParallelModel:
 
     stages: dict[int, Llama]  # by stage index; {0: the whole model} without a pipeline
     parameters: dict[str, nn.Parameter]  # by Hugging Face name, over all stages held here, shared ones once
-    aliases: dict[str, str]  # names whose original another stage holds -> the original's name
+    aliases: dict[str, str]  # tied copy -> its original, the same on every rank
     tied: TiedEmbeddings | None
 
     @property
@@ -56,7 +56,7 @@ def build_model(
     if config.model.tie_embeddings and plan is not None:
         rank_of_stage = plan.schedule.rank_of_stage
         tied = TiedEmbeddings(mesh, rank_of_stage[0], rank_of_stage[-1])
-        aliases = {HEAD_NAME: EMBEDDING_NAME} if HEAD_NAME in parameters else {}
+        aliases = {HEAD_NAME: EMBEDDING_NAME}
     return ParallelModel(stages, parameters, aliases, tied)
 
 

@@ -69,13 +69,12 @@ class CheckpointSession:
         if self._saver is not None and not (last or stopping):
             self._saver.save(step, state)
         else:
-            if self._saver is not None:
-                self._saver.wait()
+            self.close()
             save_checkpoint(self.folder, step, state, keep_last=self.config.keep_last)
         self._last_save = time.monotonic()
 
     def close(self) -> None:
-        """Wait for a save that is still being written."""
+        """Wait for a save that is still being written; collective, so not for the path of an error."""
         if self._saver is not None:
             self._saver.wait()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hp_train.compile.pass_config import build_pass_config_from_trainer_config
+from hp_train.compile.pass_config import PassConfig, build_pass_config_from_trainer_config, resolve_degrees
 from hp_train.config.schema import TrainerConfig
 from hp_train.data.source import TokenSource, open_data
 from hp_train.models.shapes import num_parameters
@@ -40,14 +40,14 @@ def build_worker(config: TrainerConfig, context: RunContext) -> Worker:
     device = training_device(config.trainer.device, context.local_rank)
     if config.trainer.deterministic:
         _be_deterministic()
-    mesh = MeshContext.build(mesh_sizes(config, context.world_size), device)
+    pass_config = resolve_degrees(build_pass_config_from_trainer_config(config), context.world_size)
+    mesh = MeshContext.build(mesh_sizes(pass_config), device)
     context.progress.coordinates = mesh.coordinates.describe()
     precision = resolve_precision(config.trainer.precision, device)
     plan = BatchPlan(
         config.trainer.global_batch_size, mesh.sizes.dp_size, config.trainer.micro_batch_size, config.trainer.seq_len
     )
     pipeline = plan_pipeline(config, plan.num_microbatches) if mesh.sizes.pp > 1 else None
-    pass_config = build_pass_config_from_trainer_config(config)
     model = build_model(config, pass_config, mesh, pipeline, precision)
     engine = build_engine(model, mesh, pipeline)
     optimizer = build_optimizer(model.parameters, config.optimizer, device)
@@ -65,12 +65,14 @@ def build_worker(config: TrainerConfig, context: RunContext) -> Worker:
     )
 
 
-def mesh_sizes(config: TrainerConfig, world_size: int) -> MeshSizes:
-    """Return the mesh of `config` over `world_size` processes; dp_shard_size=-1 takes those that remain."""
-    accelerator, fsdp = config.accelerator, config.fsdp
-    others = accelerator.pp_size * fsdp.dp_replicate_size * accelerator.cp_size * accelerator.tp_size
-    dp_shard = world_size // others if fsdp.dp_shard_size == -1 else fsdp.dp_shard_size
-    return MeshSizes(accelerator.pp_size, fsdp.dp_replicate_size, dp_shard, accelerator.cp_size, accelerator.tp_size)
+def mesh_sizes(pass_config: PassConfig) -> MeshSizes:
+    """Return the mesh that a resolved `pass_config` asks for."""
+    return MeshSizes(
+        pp=pass_config.pp_degree,
+        dp_replicate=pass_config.dp_replicate_degree,
+        dp_shard=pass_config.fsdp_degree,
+        tp=pass_config.tp_size,
+    )
 
 
 def training_device(choice: str, local_rank: int) -> torch.device:

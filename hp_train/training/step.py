@@ -11,8 +11,6 @@ from typing import Protocol
 
 import torch
 from hp_train.data.loader import MicroBatch
-from hp_train.pipeline_parallel.runtime import PipelineRuntime
-from hp_train.pipeline_parallel.stage import ModuleStage
 from torch import nn
 
 from hp_train.parallel.mesh import MeshContext
@@ -77,7 +75,7 @@ class DataParallelEngine:
 class PipelineEngine:
     """Runs the micro-batches through a pipeline by a proven schedule."""
 
-    def __init__(self, runtime: PipelineRuntime, dp_size: int) -> None:
+    def __init__(self, runtime: 'PipelineRuntime', dp_size: int) -> None:
         self.runtime = runtime
         self.dp_size = dp_size
 
@@ -97,6 +95,9 @@ def build_engine(model: ParallelModel, mesh: MeshContext, plan: PipelinePlan | N
     dp_size = mesh.sizes.dp_size
     if plan is None:
         return DataParallelEngine(model.stages[0], dp_size, reduce_every_microbatch=mesh.sizes.dp_shard > 1)
+    from hp_train.pipeline_parallel.runtime import PipelineRuntime
+    from hp_train.pipeline_parallel.stage import ModuleStage
+
     num_stages = plan.schedule.num_stages
     stages = [ModuleStage(module, index, num_stages) for index, module in model.stages.items()]
     runtime = PipelineRuntime(stages, plan.schedule, plan.transport, mesh.pp_group, mesh.device)

@@ -91,7 +91,7 @@ class Trainer:
         writer = MetricsWriter(self.context.run_dir, tensorboard=self.config.metrics.tensorboard) if self.is_reporter else None
         loader = Loader(self.worker.train_source, self._samples_of, self.mesh.device, start_step=done)
         stop_signal = 0
-        with closing(loader), closing(checkpoints):
+        with closing(loader):
             while done < self.config.trainer.max_steps and not stop_signal:
                 progress.step, progress.phase = done + 1, Phase.DATA
                 _, micro_batches, wait_s = next(loader)
@@ -107,7 +107,8 @@ class Trainer:
                 progress.phase = Phase.SAVE
                 is_last = done == self.config.trainer.max_steps
                 checkpoints.after_step(done, self.tokens_seen, due=agreement.save_is_due, last=is_last, stopping=bool(stop_signal))
-            progress.phase = Phase.FINISH
+        progress.phase = Phase.FINISH
+        checkpoints.close()
         if writer is not None:
             writer.close()
         return TrainOutcome(_exit_code(stop_signal, done == self.config.trainer.max_steps), done)

@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "torch",
+        "torch._dynamo",  # the first optimizer of a process imports it: a second of work on every rank
+        "torch.distributed",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+    ]
+)
 
 
 class RankFailure(AssertionError):
