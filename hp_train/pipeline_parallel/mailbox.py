@@ -1,0 +1,262 @@
+"""The two ends of an edge: an Outbox sends what a stage made, an Inbox receives into pooled buffers.
+
+Imports torch and siblings. Receives are posted as early as a buffer is free and waited for where they are consumed. A
+buffer is in use from the posting of its receive until the last backward step that may read it, so a pool grows to the
+peak in flight, which the proof knows, and not to the number of micro-batches. A buffer that somebody outside still
+refers to when it should be free (a module that keeps its input) is given up instead of overwritten.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hp_train.pipeline_parallel.header import HEADER_LENGTH, TensorLayout, decode, encode, layouts_of
+from hp_train.pipeline_parallel.transport import Edge, Operation, Traffic, Wires
+
+MAX_OPEN_SENDS = 2
+"""Sends on an edge that may be under way before the sender waits for the oldest: what they send stays allocated."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecvInfo:
+    """What a receive on an edge is set up with, per tensor.
+
+    peer_global_rank: the process that sends.
+    buffer: where it arrives; None if nothing crosses for this tensor (its gradient, if it has none).
+    requires_grad: whether a gradient for this tensor travels on the edge, or will travel back.
+    """
+
+    peer_global_rank: int
+    buffer: Tensor | None
+    requires_grad: bool
+
+
+class BufferPool:
+    """Buffers of one inbox, reused by layout."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
+        self.num_buffers = 0  # sets handed out and not given up: the peak in flight of the latest layouts
+
+    def has_free(self, layout: TensorLayout) -> bool:
+        return bool(self._free.get((layout.shape, layout.dtype)))
+
+    def take(self, layout: TensorLayout) -> Tensor:
+        """A buffer of this layout, a new one if none is free."""
+        free = self._free.get((layout.shape, layout.dtype))
+        return free.pop() if free else torch.empty(layout.shape, dtype=layout.dtype, device=self._device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Keep a buffer for reuse, unless something else still refers to its memory."""
+        if torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) <= _USES_OF_A_LONE_BUFFER:
+            self._free.setdefault((tuple(buffer.shape), buffer.dtype), []).append(buffer)
+
+    def keep_only(self, layouts: Sequence[TensorLayout]) -> None:
+        """Drop free buffers of other layouts: the shapes of an earlier step."""
+        wanted = {(layout.shape, layout.dtype) for layout in layouts}
+        for key in [key for key in self._free if key not in wanted]:
+            del self._free[key]
+
+
+def _count_uses_of_a_lone_buffer() -> int:
+    buffer = torch.empty(1)
+    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+
+
+_USES_OF_A_LONE_BUFFER = _count_uses_of_a_lone_buffer()
+
+
+class Outbox:
+    """The sending end of an edge."""
+
+    def __init__(self, edge: Edge, wires: Wires, *, limits_open_sends: bool) -> None:
+        self.edge = edge
+        self._wires = wires
+        self._limit = MAX_OPEN_SENDS if limits_open_sends else None
+        self._open: deque[tuple[int, list[dist.Work], list[Tensor]]] = deque()
+        self._announced: tuple[tuple[TensorLayout, ...], bool] | None = None
+
+    def begin_step(self) -> None:
+        self._announced = None
+
+    def prepare(self, values: Sequence[object], uniform: bool, what: str) -> list[Operation]:
+        """Announce the values if that is due, and return the operations that send them.
+
+        Forward and data edges send every tensor and a header ahead of the first; backward edges send the gradients
+        of those tensors that have one, whose layouts the receiver knows. Raises if a value can't cross.
+        """
+        if self.edge.traffic is Traffic.BACKWARD:
+            tensors = [value for value in values if value is not None]
+        else:
+            self._announce(layouts_of(values, what), uniform, what)
+            tensors = list(values)
+        return [Operation(True, tensor.detach().contiguous(), self.edge) for tensor in tensors]
+
+    def sent(self, micro_index: int, works: list[dist.Work], operations: Sequence[Operation]) -> None:
+        """Note what is under way, so that its memory lives until it has arrived."""
+        self._open.append((micro_index, works, [operation.tensor for operation in operations]))
+        if not self._wires.is_host:
+            # Waiting would put the compute stream behind the send; asking costs nothing.
+            while all(work.is_completed() for work in self._open[0][1]) and len(self._open) > 1:
+                self._open.popleft()
+        elif self._limit is not None:
+            while len(self._open) > self._limit:
+                self._finish_oldest()
+
+    def finish(self) -> None:
+        """Wait for all sends."""
+        while self._open:
+            self._finish_oldest()
+
+    def abandon(self) -> None:
+        self._open.clear()
+
+    def _finish_oldest(self) -> None:
+        micro_index, works, _ = self._open[0]
+        self._wires.wait_for(works, self.edge, micro_index)
+        self._open.popleft()
+
+    def _announce(self, layouts: tuple[TensorLayout, ...], uniform: bool, what: str) -> None:
+        if self._announced is not None and self._announced[1]:
+            expected = self._announced[0]
+            if layouts != expected:
+                raise ValueError(
+                    f"{what} returns {_listed(layouts)} after {_listed(expected)} from inputs of the same shapes; "
+                    "the receiver's buffers would not fit"
+                )
+            return
+        self._announced = (layouts, uniform)
+        header = encode(layouts, uniform)
+        self._open.append((-1, [self._wires.send_header(header, self.edge)], [header]))
+
+
+class Inbox:
+    """The receiving end of an edge."""
+
+    def __init__(self, edge: Edge, wires: Wires, device: torch.device) -> None:
+        self.edge = edge
+        self.infos: tuple[RecvInfo, ...] = ()
+        self.pool = BufferPool(device)
+        self._wires = wires
+        self._peer_global_rank = wires.global_ranks[edge.source_rank]
+        self._queue: deque[int] = deque()
+        self._posted: dict[int, tuple[list[dist.Work], list[Tensor | None]]] = {}
+        self._held: dict[int, list[Tensor | None]] = {}
+        self._layouts: dict[int, tuple[TensorLayout, ...]] = {}  # of micro-batches whose layout is known by itself
+        self._uniform_layouts: tuple[TensorLayout, ...] | None = None
+        self._header: tuple[Tensor, dist.Work] | None = None
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether one header has told the layouts of all micro-batches of the step."""
+        return self._uniform_layouts is not None
+
+    def begin_step(self, micro_indices: Sequence[int]) -> None:
+        """Expect these micro-batches, in this order."""
+        self._queue = deque(micro_indices)
+        self._uniform_layouts = None
+        self._layouts.clear()
+        if self._queue:
+            self._expect_header()
+
+    def expect(self, micro_index: int, layouts: tuple[TensorLayout, ...]) -> None:
+        """Say what a backward edge will bring for a micro-batch: the gradients of outputs that were just made."""
+        if not self._layouts:
+            self.pool.keep_only(layouts)
+        self._layouts[micro_index] = layouts
+
+    def knows_next(self) -> bool:
+        """Whether the layouts of the next receive are known without waiting for a header."""
+        return self._uniform_layouts is not None or bool(self._queue and self._queue[0] in self._layouts)
+
+    def prepare(self, micro_index: int) -> list[Operation]:
+        """The operations that receive this micro-batch; none if they are posted already. Waits for its header."""
+        if micro_index in self._posted:
+            return []
+        assert self._queue and self._queue[0] == micro_index, f"{self.edge}: micro-batch {micro_index} is out of turn"
+        layouts = self._layouts_of(micro_index)
+        self._queue.popleft()
+        is_backward = self.edge.traffic is Traffic.BACKWARD
+        buffers = [self.pool.take(each) if each.requires_grad or not is_backward else None for each in layouts]
+        self.infos = tuple(
+            RecvInfo(self._peer_global_rank, buffer, each.requires_grad)
+            for each, buffer in zip(layouts, buffers, strict=True)
+        )
+        self._posted[micro_index] = ([], buffers)
+        return [Operation(False, buffer, self.edge) for buffer in buffers if buffer is not None]
+
+    def posted(self, micro_index: int, works: list[dist.Work]) -> None:
+        """Note the Works of operations that `prepare` returned."""
+        self._posted[micro_index][0].extend(works)
+
+    def post_ahead(self) -> None:
+        """Post further receives while their layouts are known and free buffers wait for them."""
+        while self._queue and self.knows_next():
+            micro_index = self._queue[0]
+            layouts = self._layouts_of(micro_index)
+            crossing = [each for each in layouts if each.requires_grad or self.edge.traffic is not Traffic.BACKWARD]
+            if len({(each.shape, each.dtype) for each in crossing}) != len(crossing):
+                return  # several buffers of one layout: count them where the schedule has its receive
+            if not all(self.pool.has_free(each) for each in crossing):
+                return
+            self.posted(micro_index, self._wires.submit(self.prepare(micro_index)))
+
+    def take(self, micro_index: int) -> list[Tensor | None]:
+        """Wait for the micro-batch and return its buffers; they stay in use until `release`."""
+        if micro_index not in self._posted:
+            self.posted(micro_index, self._wires.submit(self.prepare(micro_index)))
+        works, buffers = self._posted[micro_index]
+        self._wires.wait_for(works, self.edge, micro_index)
+        self._held[micro_index] = buffers
+        del self._posted[micro_index]
+        return buffers
+
+    def layouts_received(self, micro_index: int) -> tuple[TensorLayout, ...]:
+        return self._layouts_of(micro_index)
+
+    def release(self, micro_index: int) -> None:
+        """Give the micro-batch's buffers back, and post the next receive into them where that is allowed."""
+        for buffer in self._held.pop(micro_index):
+            if buffer is not None:
+                self.pool.give_back(buffer)
+        if self._wires.queues_edges_apart:
+            self.post_ahead()
+
+    def abandon(self) -> None:
+        self._queue.clear()
+        self._posted.clear()
+        self._held.clear()
+        self._header = None
+
+    def _expect_header(self) -> None:
+        if self.edge.traffic is not Traffic.BACKWARD:
+            header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
+            self._header = (header, self._wires.receive_header(header, self.edge))
+
+    def _layouts_of(self, micro_index: int) -> tuple[TensorLayout, ...]:
+        if self._uniform_layouts is not None:
+            return self._uniform_layouts
+        if micro_index not in self._layouts:
+            assert self._header is not None, f"{self.edge}: no header announces micro-batch {micro_index}"
+            header, work = self._header
+            self._wires.wait_for([work], self.edge, micro_index)
+            layouts, uniform = decode(header)
+            self._layouts[micro_index] = layouts
+            self._header = None
+            if uniform:
+                self._uniform_layouts = layouts
+                self.pool.keep_only(layouts)
+            elif len(self._queue) > 1:
+                self._expect_header()
+        return self._layouts[micro_index]
+
+
+def _listed(layouts: Sequence[TensorLayout]) -> str:
+    return ", ".join(map(str, layouts)) or "nothing"

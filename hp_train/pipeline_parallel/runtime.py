@@ -1,0 +1,252 @@
+"""The interpreter: runs one rank's part of a proven schedule, step by step.
+
+Imports torch, the schedule and siblings. The program is the rank's row of the lowered schedule, one handler call per
+step, and every handler can be replaced. Evaluation runs the forward half of the same program: whatever a proof says
+about a schedule holds for it without the backward steps and their transfers, which go in pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hp_train.errors import ScheduleError
+from hp_train.pipeline_parallel.mailbox import Inbox, Outbox, RecvInfo
+from hp_train.pipeline_parallel.microbatch import StageInputs
+from hp_train.pipeline_parallel.sentinel import PipelineError, PipelineHang, Sentinel, Standing
+from hp_train.pipeline_parallel.stage import Stage
+from hp_train.pipeline_parallel.step_run import DEFAULT_HANDLERS, Handler, StepRun
+from hp_train.pipeline_parallel.transport import Traffic, Wires, edges_of
+from hp_train.schedule import MetaStep, MetaStepType, Schedule, schedule_hash, verify
+from hp_train.schedule.steps import FSDP_TYPES, OVERLAP_TYPES, P2P_TYPES
+
+_T = MetaStepType
+_FORWARD_TYPES = frozenset({_T.FWD, _T.FWD_SEND, _T.FWD_RECV, _T.DATA_LOAD, _T.DATA_SEND, _T.DATA_RECV})
+
+
+class PipelineRuntime:
+    """Runs the stages of one rank through a schedule.
+
+    stages: this rank's stages, those that `schedule.rank_of_stage` places on it.
+    schedule: lowered for `transport`; the proof is run again here and an unproven schedule is refused.
+    group: process group of the pipeline's ranks, in order of their pipeline rank.
+    timeout_s: how long a transfer may take before the run is ended as hung.
+    config_digest: hash of whatever else must agree on all ranks; compared with that of the schedule.
+
+    All ranks of the pipeline construct their runtime together. Raises ScheduleError if the proof fails, ConfigError if
+    ranks come with different schedules.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        schedule: Schedule,
+        transport: str,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        timeout_s: float = 600.0,
+        config_digest: str = "",
+    ) -> None:
+        self.schedule, self.transport, self.device = schedule, transport, device
+        self.pp_rank = dist.get_rank(group)
+        self.verification = verify(schedule, transport)
+        if not self.verification.ok:
+            raise ScheduleError(*self.verification.violations)
+        self._stages = {stage.stage_index: stage for stage in stages}
+        placed = schedule.stages_of_rank(self.pp_rank)
+        assert sorted(self._stages) == list(placed), f"rank {self.pp_rank} holds stages {placed}, not {[*self._stages]}"
+        self._handlers: dict[MetaStepType, Handler] = dict(DEFAULT_HANDLERS)
+        self._programs: dict[tuple[bool, int], tuple[MetaStep, ...]] = {}
+        global_ranks = dist.get_process_group_ranks(group)
+        self._global_rank = global_ranks[self.pp_rank]
+        self._position, self._step = -1, "start"
+        self._wires: Wires | None = None
+        self._sentinel = Sentinel(global_ranks, self.pp_rank, self._standing)
+        self._sentinel.compare(sha256((schedule_hash(schedule, transport) + config_digest).encode()).hexdigest())
+        self._wires = Wires(
+            transport, edges_of(schedule), global_ranks, self.pp_rank, device, timeout_s, self._sentinel.store
+        )
+        self._inboxes = {
+            (edge.traffic, edge.target_stage): Inbox(edge, self._wires, device)
+            for edge in edges_of(schedule)
+            if edge.target_rank == self.pp_rank
+        }
+        self._outboxes = {
+            (edge.traffic, edge.source_stage): Outbox(
+                edge, self._wires, limits_open_sends=transport != "multi_stream"
+            )
+            for edge in edges_of(schedule)
+            if edge.source_rank == self.pp_rank
+        }
+
+    def register(self, step_type: MetaStepType, handler: Handler) -> None:
+        """Run steps of this type with `handler(run, step)` from now on."""
+        assert isinstance(step_type, MetaStepType), f"{step_type!r} is no MetaStepType"
+        self._handlers[step_type] = handler
+
+    def recv_infos(self, traffic: Traffic, stage_index: int) -> tuple[RecvInfo, ...]:
+        """What the latest receive of a stage was set up with, per tensor; empty before the first."""
+        return self._inboxes[traffic, stage_index].infos
+
+    def step(self, micro_batches: Sequence[StageInputs], loss_scale: float | Tensor = 1.0) -> Tensor | None:
+        """Run one training step: accumulate the gradients of `loss_scale` times the summed loss.
+
+        micro_batches: at most as many as the schedule has; fewer run its shortened form.
+        Returns the loss sum (float64 scalar, detached) on the rank of the last stage, None elsewhere.
+        Raises what a stage raises; PipelineError with the first cause on all other ranks; PipelineHang after a timeout.
+        """
+        grad = torch.as_tensor(loss_scale, dtype=torch.float32, device=self.device)
+        for stage in self._stages.values():
+            stage.begin_step()
+        losses = self._run(list(micro_batches), grad)
+        if not self.schedule.has_any(FSDP_TYPES):
+            for stage in self._stages.values():
+                stage.reduce_grad()
+                stage.reshard()
+        return self._sum(losses)
+
+    def evaluate(self, micro_batches: Sequence[StageInputs]) -> Tensor | None:
+        """Return the loss sum over any number of micro-batches without gradients; None except on the last stage's rank."""
+        losses: list[Tensor] = []
+        size = self.schedule.num_microbatches
+        with torch.no_grad():
+            for start in range(0, len(micro_batches), size):
+                losses += self._run(list(micro_batches[start : start + size]), None)
+        for stage in self._stages.values():
+            stage.reshard()
+        return self._sum(losses)
+
+    def close(self) -> None:
+        """Let go of groups and the watching thread. The runtime is of no more use."""
+        self._sentinel.close()
+        self._wires.close()
+
+    def _run(self, micro_batches: list[StageInputs], grad: Tensor | None) -> list[Tensor]:
+        program = self._program(grad is not None, len(micro_batches))
+        run = StepRun(
+            self._stages, self._handlers, self._wires, self._inboxes, self._outboxes, micro_batches,
+            _have_same_shapes(micro_batches), grad,
+        )  # fmt: skip
+        try:
+            self._begin(program)
+            handlers = self._handlers
+            for position, step in enumerate(program):
+                self._position, self._step = position, step
+                if self._sentinel.failure is not None:
+                    raise RuntimeError("another rank of the pipeline has failed")
+                handlers[step.meta_type](run, step)
+            for outbox in self._outboxes.values():
+                outbox.finish()
+        except Exception as error:
+            self._fail(error)
+        return run.losses
+
+    def _begin(self, program: Sequence[MetaStep]) -> None:
+        expected: dict[tuple[Traffic, int], list[int]] = {key: [] for key in self._inboxes}
+        traffic_of = {_T.FWD_RECV: Traffic.FORWARD, _T.BWD_RECV: Traffic.BACKWARD, _T.DATA_RECV: Traffic.DATA}
+        for step in program:
+            for each in step.transfers:
+                if each.meta_type in traffic_of:
+                    expected[traffic_of[each.meta_type], each.stage_index].append(each.micro_index)
+        for key, inbox in self._inboxes.items():
+            inbox.begin_step(expected[key])
+        for outbox in self._outboxes.values():
+            outbox.begin_step()
+
+    def _program(self, is_training: bool, num_microbatches: int) -> tuple[MetaStep, ...]:
+        """This rank's steps for so many micro-batches."""
+        most = self.schedule.num_microbatches
+        assert 0 < num_microbatches <= most, f"{num_microbatches} micro-batches; the schedule has {most}"
+        key = (is_training, num_microbatches)
+        if key not in self._programs:
+            self._programs[key] = tuple(
+                part
+                for step in self.schedule.orders[self.pp_rank]
+                for part in _shortened(step, is_training, num_microbatches)
+            )
+        return self._programs[key]
+
+    def _sum(self, losses: list[Tensor]) -> Tensor | None:
+        return torch.stack(losses).double().sum() if losses else None
+
+    def _standing(self) -> Standing:
+        waiting = self._wires.waiting if self._wires is not None else None
+        standing = Standing(self.pp_rank, self._global_rank, self._position, str(self._step), self.transport)
+        if waiting is None:
+            return standing
+        edge, micro_index = waiting
+        peer = edge.target_rank if edge.source_rank == self.pp_rank else edge.source_rank
+        return replace(standing, edge=str(edge), micro_index=micro_index, peer_pp_rank=peer)
+
+    def _fail(self, error: Exception) -> None:
+        """Post the error unless it only echoes another rank's, free the peers, and raise the first cause."""
+        is_echo = self._wires.waiting is not None or self._sentinel.failure is not None
+        hung = "imed out" in str(error)
+        first = self._sentinel.look(patience_s=3.0 if is_echo and not hung else 0.0)
+        place = f"pipeline rank {self.pp_rank} (process {self._global_rank}), step {self._position} {self._step}"
+        if first is None:
+            kind = "hang" if is_echo and hung else "error"
+            self._sentinel.post(kind, f"{place}: {type(error).__name__}: {error}")
+            first = self._sentinel.failure
+        self._sentinel.tell_standing()
+        report = self._sentinel.explain_hang() if first["kind"] == "hang" else None
+        self._abandon()
+        if report is not None:
+            raise PipelineHang(f"a pipeline transfer did not end in time\n{report}") from None
+        if first["pp_rank"] != self.pp_rank:
+            raise PipelineError(first["cause"]) from None
+        error.add_note(f"raised on {place}")
+        raise error
+
+    def _abandon(self) -> None:
+        for box in [*self._inboxes.values(), *self._outboxes.values()]:
+            box.abandon()
+        for stage in self._stages.values():
+            stage.recover()
+        self._sentinel.close()
+        self._wires.close()
+
+
+def _shortened(step: MetaStep, is_training: bool, num_microbatches: int) -> list[MetaStep]:
+    """What is left of a step when later micro-batches, or all of backward, are left out."""
+
+    def remains(each: MetaStep) -> bool:
+        if each.micro_index is None:
+            return is_training
+        return each.micro_index < num_microbatches and (is_training or each.meta_type in _FORWARD_TYPES)
+
+    if step.meta_type in P2P_TYPES:
+        return [step] if remains(step) else []
+    transfers = tuple(each for each in step.transfers if remains(each))
+    batch = [MetaStep(None, _T.BATCH_SEND_RECV, None, transfers)] if transfers else []
+    if step.meta_type is _T.BATCH_SEND_RECV:
+        return batch
+    if step.meta_type not in OVERLAP_TYPES:
+        return [replace(step, boundary_p2p=transfers or None)] if remains(step) else []
+    first, second = ([part] if remains(part) else [] for part in step.sub_steps)
+    if first and second:
+        return [replace(step, boundary_p2p=transfers or None)]
+    return [*first, *batch, *second]
+
+
+def _have_same_shapes(micro_batches: Sequence[StageInputs | None]) -> bool:
+    """Whether all inputs from outside agree in shape and type from micro-batch to micro-batch."""
+    shapes = [_shapes_of((batch.args, dict(batch.kwargs), batch.targets)) for batch in micro_batches if batch is not None]
+    return all(each == shapes[0] for each in shapes[1:])
+
+
+def _shapes_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (value.shape, value.dtype)
+    if isinstance(value, (tuple, list)):
+        return [_shapes_of(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _shapes_of(each) for key, each in value.items()}
+    return None

@@ -1,0 +1,196 @@
+"""One stage of the pipeline: the `Stage` protocol that the runtime drives, and `ModuleStage` for an nn.Module.
+
+Imports torch and siblings. A stage keeps, per micro-batch in flight, its inputs and the edges of the autograd graph at
+which backward starts; output tensors themselves are let go of as soon as they have been sent. The graph engine puts
+its own slices behind the same protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hp_train.pipeline_parallel.backward_split import PendingWeights, backward_input, backward_weight
+from hp_train.pipeline_parallel.sharding import ShardedUnits
+
+Grads = tuple[Tensor | None, ...]
+
+
+class Stage(Protocol):
+    """What the runtime asks of a stage. Calls for one micro-batch come in order; those of others interleave."""
+
+    stage_index: int
+    num_stages: int
+
+    def begin_step(self) -> None:
+        """Called once before the first step of every training step."""
+
+    def forward(
+        self, micro_index: int, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs, in the last stage the loss sum alone. Under no_grad nothing is kept."""
+
+    def backward(self, micro_index: int, output_grads: Grads) -> Grads:
+        """Accumulate the parameters' gradients; return those of the inputs, None where there is none."""
+
+    def backward_input(self, micro_index: int, output_grads: Grads) -> Grads:
+        """The first half of `backward`: return the gradients of the inputs."""
+
+    def backward_weight(self, micro_index: int) -> None:
+        """The second half: accumulate the parameters' gradients."""
+
+    def unshard(self) -> None:
+        """Gather the full parameters and keep them until `reshard`."""
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+
+    def reduce_grad(self) -> None:
+        """Reduce the accumulated gradients over the data-parallel ranks, once a step."""
+
+    def recover(self) -> None:
+        """Forget a step that ended in an exception."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    inputs: list[Tensor]  # those that need a gradient
+    positions: list[int]  # where they stand among all inputs
+    num_inputs: int
+    roots: list[GradientEdge | None]  # one an output; None for outputs without gradient
+    pending: PendingWeights | None = None
+    postponed: Grads | None = None  # the outputs' gradients, when all of backward is left to its second half
+
+
+@dataclass(slots=True)
+class ModuleStage:
+    """A stage that is an nn.Module, sharded by `fully_shard` or not.
+
+    module: called as `module(*inputs, **kwargs)`, the last stage with `targets=` as well if there are any; returns a
+        tensor or a tuple of tensors, in the last stage the loss summed over the micro-batch.
+    loss_fn: if given, the last stage's loss is `loss_fn(module(...), targets)` instead.
+    """
+
+    module: nn.Module
+    stage_index: int
+    num_stages: int
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    _in_flight: dict[int, _InFlight] = field(default_factory=dict, init=False)
+    _units: ShardedUnits = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.stage_index < self.num_stages, f"stage {self.stage_index} of {self.num_stages}"
+        self._units = ShardedUnits(self.module)
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+    def begin_step(self) -> None:
+        """See Stage."""
+        assert not self._in_flight, f"stage {self.stage_index} still holds micro-batches {sorted(self._in_flight)}"
+        self._units.begin_step()
+
+    def forward(
+        self, micro_index: int, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any
+    ) -> tuple[Tensor, ...]:
+        """See Stage."""
+        if not self.is_last:
+            outputs = self.module(*inputs, **kwargs)
+        elif self.loss_fn is not None:
+            outputs = self.loss_fn(self.module(*inputs, **kwargs), targets)
+        elif targets is not None:
+            outputs = self.module(*inputs, **kwargs, targets=targets)
+        else:
+            outputs = self.module(*inputs, **kwargs)
+        outputs = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+        if torch.is_grad_enabled():
+            self._keep(micro_index, inputs, outputs)
+        return outputs
+
+    def _keep(self, micro_index: int, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
+        positions = [at for at, each in enumerate(inputs) if isinstance(each, Tensor) and each.requires_grad]
+        roots = [
+            get_gradient_edge(each) if isinstance(each, Tensor) and each.requires_grad else None for each in outputs
+        ]
+        self._in_flight[micro_index] = _InFlight([inputs[at] for at in positions], positions, len(inputs), roots)
+
+    def backward(self, micro_index: int, output_grads: Grads) -> Grads:
+        """See Stage."""
+        flight = self._in_flight.pop(micro_index)
+        roots, grads = _with_gradient(flight.roots, output_grads)
+        if roots:
+            torch.autograd.backward(roots, grads)
+        return _spread(flight, _take_grads(flight.inputs))
+
+    def backward_input(self, micro_index: int, output_grads: Grads) -> Grads:
+        """See Stage."""
+        flight = self._in_flight[micro_index]
+        if not flight.inputs:  # nobody waits for a gradient, so the second half does it all in one run
+            flight.postponed = output_grads
+            return (None,) * flight.num_inputs
+        roots, root_grads = _with_gradient(flight.roots, output_grads)
+        grads, flight.pending = backward_input(roots, root_grads, flight.inputs)
+        flight.roots, flight.inputs = [], []
+        return _spread(flight, grads)
+
+    def backward_weight(self, micro_index: int) -> None:
+        """See Stage."""
+        if self._in_flight[micro_index].pending is None:
+            self.backward(micro_index, self._in_flight[micro_index].postponed)
+            return
+        flight = self._in_flight.pop(micro_index)
+        if self._units:
+            # Resharding may have freed what the graph saved; this run passes none of the hooks that gather it again.
+            self._units.gather()
+        backward_weight(flight.pending)
+        if self._units:
+            self._units.fold_gradients()
+
+    def unshard(self) -> None:
+        """See Stage."""
+        self._units.unshard()
+
+    def reshard(self) -> None:
+        """See Stage."""
+        self._units.reshard()
+
+    def reduce_grad(self) -> None:
+        """See Stage."""
+        self._units.reduce_grad()
+
+    def recover(self) -> None:
+        """See Stage."""
+        self._in_flight.clear()
+        self._units.recover()
+
+
+def _with_gradient(roots: Sequence[GradientEdge | None], grads: Grads) -> tuple[list[GradientEdge], list[Tensor | None]]:
+    """The roots from which backward starts: outputs that have a graph and received a gradient."""
+    assert len(roots) == len(grads), f"{len(grads)} gradients for {len(roots)} outputs"
+    chosen = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root is not None and grad is not None]
+    return [root for root, _ in chosen], [grad for _, grad in chosen]
+
+
+def _take_grads(inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    grads = [each.grad for each in inputs]
+    for each in inputs:
+        each.grad = None
+    return grads
+
+
+def _spread(flight: _InFlight, grads: Sequence[Tensor | None]) -> Grads:
+    """Gradients of the inputs that need one, put at their places among all inputs."""
+    spread: list[Tensor | None] = [None] * flight.num_inputs
+    for at, grad in zip(flight.positions, grads, strict=True):
+        spread[at] = grad
+    return tuple(spread)

@@ -1,0 +1,231 @@
+"""One run through a rank's program: the values between its steps, and what the default handlers do with them.
+
+Imports torch and siblings. A handler is a function of the run and the step; `DEFAULT_HANDLERS` has one per
+MetaStepType. Values wait under (stage, micro-batch) between the step that makes them and the one that uses them; what
+crosses ranks waits in an Inbox or goes out through an Outbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hp_train.pipeline_parallel.header import layouts_of
+from hp_train.pipeline_parallel.mailbox import Inbox, Outbox
+from hp_train.pipeline_parallel.microbatch import StageInputs
+from hp_train.pipeline_parallel.stage import Grads, Stage
+from hp_train.pipeline_parallel.transport import Operation, Traffic, Wires
+from hp_train.schedule import MetaStep, MetaStepType
+
+_T = MetaStepType
+Handler = Callable[["StepRun", MetaStep], None]
+Place = tuple[int, int]  # stage, micro-batch
+
+_TRAFFIC = {
+    _T.FWD_SEND: Traffic.FORWARD, _T.FWD_RECV: Traffic.FORWARD, _T.BWD_SEND: Traffic.BACKWARD,
+    _T.BWD_RECV: Traffic.BACKWARD, _T.DATA_SEND: Traffic.DATA, _T.DATA_RECV: Traffic.DATA,
+}  # fmt: skip
+_SENDS = frozenset({_T.FWD_SEND, _T.BWD_SEND, _T.DATA_SEND})
+
+
+@dataclass(slots=True)
+class StepRun:
+    """The state of one pass over the program, training or evaluation.
+
+    micro_batches: by micro-batch index, what comes from outside; None where DATA steps bring it.
+    is_uniform: whether all micro-batches have inputs of the same shapes, so that one header serves the whole pass.
+    loss_grad: gradient of each micro-batch's loss, a scalar tensor; None in evaluation.
+    """
+
+    stages: dict[int, Stage]
+    handlers: dict[MetaStepType, Handler]
+    wires: Wires
+    inboxes: dict[tuple[Traffic, int], Inbox]
+    outboxes: dict[tuple[Traffic, int], Outbox]
+    micro_batches: list[StageInputs | None]
+    is_uniform: bool
+    loss_grad: Tensor | None
+    losses: list[Tensor] = field(default_factory=list)
+    activations: dict[Place, tuple[Any, ...]] = field(default_factory=dict)  # from a stage on this rank
+    output_grads: dict[Place, Grads] = field(default_factory=dict)  # from a stage on this rank
+    outgoing: dict[tuple[Traffic, int, int], Sequence[Any]] = field(default_factory=dict)
+
+    def execute(self, step: MetaStep) -> None:
+        """Run one step with whatever handler its type has."""
+        self.handlers[step.meta_type](self, step)
+
+    def forward(self, stage_index: int, micro_index: int) -> None:
+        """Run a stage forward and put its outputs where the next stage, or the loss, finds them."""
+        stage, batch = self.stages[stage_index], self.micro_batches[micro_index]
+        inputs = self._inputs_of(stage_index, micro_index, batch)
+        is_last = stage_index == stage.num_stages - 1
+        outputs = stage.forward(micro_index, inputs, batch.kwargs, batch.targets if is_last else None)
+        del inputs
+        if is_last:
+            self._note_loss(outputs)
+        elif stage_index + 1 in self.stages:
+            self.activations[stage_index + 1, micro_index] = tuple(_as_leaf(each) for each in outputs)
+        else:
+            self.outgoing[Traffic.FORWARD, stage_index, micro_index] = outputs
+            if self.loss_grad is not None:
+                layouts = layouts_of(outputs, f"stage {stage_index}")
+                self.inboxes[Traffic.BACKWARD, stage_index].expect(micro_index, layouts)
+        if self.loss_grad is None:
+            self._release(Traffic.FORWARD, stage_index, micro_index)
+
+    def backward(self, stage_index: int, micro_index: int) -> None:
+        """Run a stage's whole backward and hand the gradients of its inputs on."""
+        grads = self._grads_of(stage_index, micro_index)
+        self._hand_back(stage_index, micro_index, self.stages[stage_index].backward(micro_index, grads))
+        del grads
+        self._release_both(stage_index, micro_index)
+
+    def backward_input(self, stage_index: int, micro_index: int) -> None:
+        """Run the half of a stage's backward that the previous stage waits for."""
+        arrived = self._grads_of(stage_index, micro_index)
+        grads = self.stages[stage_index].backward_input(micro_index, arrived)
+        # A gradient may pass through untouched; as a view of its own it keeps the received buffer from being reused.
+        grads = tuple(g.detach() if any(g is each for each in arrived) and g is not None else g for g in grads)
+        self._hand_back(stage_index, micro_index, grads)
+
+    def backward_weight(self, stage_index: int, micro_index: int) -> None:
+        """Run the other half."""
+        self.stages[stage_index].backward_weight(micro_index)
+        self._release_both(stage_index, micro_index)
+
+    def transfer(self, steps: Sequence[MetaStep]) -> None:
+        """Start sends and receives, as one batch if the transport batches. Receives are waited for where consumed."""
+        started: list[tuple[MetaStep, list[Operation]]] = []
+        for step in sorted(steps, key=lambda each: each.meta_type not in _SENDS):  # headers leave before any is awaited
+            operations = self._operations_of(step)
+            if operations is not None:
+                started.append((step, operations))
+        if self.wires.batches:
+            together = [operation for _, operations in started for operation in operations]
+            works = self.wires.submit(together) if together else []
+            one_each = len(works) == len(together)
+            for step, operations in started:
+                own = works[: len(operations)] if one_each else works
+                works = works[len(operations) :] if one_each else works
+                self._book(step, own, operations)
+        else:
+            for step, operations in started:
+                self._book(step, self.wires.submit(operations), operations)
+
+    def _operations_of(self, step: MetaStep) -> list[Operation] | None:
+        """What a send or receive puts on the wires; None for a receive that is posted later, at its use."""
+        key = (_TRAFFIC[step.meta_type], step.stage_index)
+        if step.meta_type in _SENDS:
+            values = self.outgoing.pop((*key, step.micro_index))
+            return self.outboxes[key].prepare(values, self._announces_all(key), f"stage {step.stage_index}")
+        inbox = self.inboxes[key]
+        if self.wires.defers_headers and not inbox.knows_next():
+            return None
+        return inbox.prepare(step.micro_index)
+
+    def _announces_all(self, key: tuple[Traffic, int]) -> bool:
+        """Whether what a stage sends first tells the shapes of all that it will send in this pass."""
+        traffic, stage_index = key
+        if traffic is Traffic.DATA or stage_index == 0 or not self.is_uniform:
+            return self.is_uniform
+        source = stage_index
+        while source in self.stages and source > 0:
+            source -= 1
+        inbox = self.inboxes.get((Traffic.FORWARD, source + 1)) if source not in self.stages else None
+        return inbox is None or inbox.is_uniform
+
+    def _book(self, step: MetaStep, works: list, operations: list[Operation]) -> None:
+        key = (_TRAFFIC[step.meta_type], step.stage_index)
+        if step.meta_type in _SENDS:
+            self.outboxes[key].sent(step.micro_index, works, operations)
+        elif operations:
+            self.inboxes[key].posted(step.micro_index, works)
+
+    def _inputs_of(self, stage_index: int, micro_index: int, batch: StageInputs) -> tuple[Any, ...]:
+        if stage_index == 0:
+            return batch.args
+        inbox = self.inboxes.get((Traffic.FORWARD, stage_index))
+        if inbox is None:
+            return self.activations.pop((stage_index, micro_index))
+        buffers = inbox.take(micro_index)
+        layouts = inbox.layouts_received(micro_index)
+        return tuple(
+            buffer.detach().requires_grad_(layout.requires_grad)
+            for buffer, layout in zip(buffers, layouts, strict=True)
+        )
+
+    def _grads_of(self, stage_index: int, micro_index: int) -> Grads:
+        if stage_index == self.stages[stage_index].num_stages - 1:
+            return (self.loss_grad,)
+        inbox = self.inboxes.get((Traffic.BACKWARD, stage_index))
+        if inbox is None:
+            return self.output_grads.pop((stage_index, micro_index))
+        return tuple(inbox.take(micro_index))
+
+    def _hand_back(self, stage_index: int, micro_index: int, grads: Grads) -> None:
+        if stage_index == 0:
+            return
+        if stage_index - 1 in self.stages:
+            self.output_grads[stage_index - 1, micro_index] = grads
+            return
+        layouts = self.inboxes[Traffic.FORWARD, stage_index].layouts_received(micro_index)
+        self.outgoing[Traffic.BACKWARD, stage_index, micro_index] = [
+            # The sender of an input that needs a gradient waits for one, even if this stage did not use the input.
+            torch.zeros(layout.shape, dtype=layout.dtype, device=self.wires.device)
+            if layout.requires_grad and grad is None
+            else grad
+            for layout, grad in zip(layouts, grads, strict=True)
+        ]
+
+    def _note_loss(self, outputs: tuple[Tensor, ...]) -> None:
+        loss = outputs[0] if len(outputs) == 1 else None
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError("the last stage must return one scalar, the loss summed over its micro-batch")
+        self.losses.append(loss.detach().reshape(()))
+
+    def _release_both(self, stage_index: int, micro_index: int) -> None:
+        self._release(Traffic.FORWARD, stage_index, micro_index)
+        self._release(Traffic.BACKWARD, stage_index, micro_index)
+
+    def _release(self, traffic: Traffic, stage_index: int, micro_index: int) -> None:
+        inbox = self.inboxes.get((traffic, stage_index))
+        if inbox is not None:
+            inbox.release(micro_index)
+
+
+def _as_leaf(output: Any) -> Any:
+    """What a stage on the same rank gets: the tensor without the graph that made it."""
+    return output.detach().requires_grad_(output.requires_grad) if isinstance(output, Tensor) else output
+
+
+def _forward(run: StepRun, step: MetaStep) -> None:
+    run.forward(step.stage_index, step.micro_index)
+    if step.boundary_p2p:
+        run.transfer(step.boundary_p2p)
+
+
+def _overlap(run: StepRun, step: MetaStep) -> None:
+    first, second = step.sub_steps
+    run.execute(first)
+    if step.boundary_p2p:
+        run.transfer(step.boundary_p2p)
+    run.execute(second)
+
+
+DEFAULT_HANDLERS: dict[MetaStepType, Handler] = {
+    _T.FWD: _forward,
+    _T.BWD: lambda run, step: run.backward(step.stage_index, step.micro_index),
+    _T.BWD_INPUT: lambda run, step: run.backward_input(step.stage_index, step.micro_index),
+    _T.BWD_WEIGHT: lambda run, step: run.backward_weight(step.stage_index, step.micro_index),
+    **dict.fromkeys(_TRAFFIC, lambda run, step: run.transfer((step,))),
+    _T.BATCH_SEND_RECV: lambda run, step: run.transfer(step.sub_steps),
+    _T.OVERLAP_F_B: _overlap,
+    _T.OVERLAP_B_F: _overlap,
+    _T.FSDP_UNSHARD: lambda run, step: run.stages[step.stage_index].unshard(),
+    _T.FSDP_RESHARD: lambda run, step: run.stages[step.stage_index].reshard(),
+    _T.FSDP_REDUCE_GRAD: lambda run, step: run.stages[step.stage_index].reduce_grad(),
+}

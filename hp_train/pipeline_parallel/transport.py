@@ -1,0 +1,209 @@
+"""The wires between pipeline ranks: which process group carries an edge, and how operations are handed to it.
+
+Imports torch and the schedule. An edge is one direction between two stages on different ranks. `plain`, `batch` and
+`boundary` share one group among the pipeline's ranks; `multi_stream` has a group per edge, so that no transfer waits
+behind another edge's. The groups are the runtime's own: data-parallel traffic never mixes with theirs, and after a
+failure they are destroyed, which wakes every peer that waits on them. gloo matches messages by tag, one tag an edge;
+NCCL ignores tags and matches by order, which the proof has shown to agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hp_train.schedule import Schedule
+
+
+class Traffic(Enum):
+    """What an edge carries."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    DATA = "D"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """One direction between two stages on different ranks. Ranks are pipeline ranks."""
+
+    traffic: Traffic
+    source_stage: int
+    target_stage: int
+    source_rank: int
+    target_rank: int
+
+    def __str__(self) -> str:
+        return f"stage {self.source_stage} -> stage {self.target_stage} ({self.traffic.name.lower()})"
+
+
+class Operation(NamedTuple):
+    """One send or receive about to be handed to the wires."""
+
+    is_send: bool
+    tensor: Tensor
+    edge: Edge
+
+
+def edges_of(schedule: Schedule) -> tuple[Edge, ...]:
+    """Every edge that crosses ranks, in an order that all ranks agree on."""
+    ranks, last = schedule.rank_of_stage, schedule.num_stages - 1
+    edges = []
+    for stage in range(last):
+        if ranks[stage] != ranks[stage + 1]:
+            edges.append(Edge(Traffic.FORWARD, stage, stage + 1, ranks[stage], ranks[stage + 1]))
+            edges.append(Edge(Traffic.BACKWARD, stage + 1, stage, ranks[stage + 1], ranks[stage]))
+    if ranks[0] != ranks[last]:
+        edges.append(Edge(Traffic.DATA, 0, last, ranks[0], ranks[last]))
+    return tuple(edges)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """A communicator among some pipeline ranks, and the number that each has in it."""
+
+    backend: dist.Backend
+    rank_of: dict[int, int]
+
+
+class Wires:
+    """Process groups of one pipeline and the raw operations on them.
+
+    transport: plain, batch, multi_stream or boundary.
+    global_ranks: the process of each pipeline rank.
+    store: where the ranks of this pipeline, and nobody else, find each other.
+    Every pipeline rank must make its Wires at the same time: groups are made and warmed up here.
+    """
+
+    def __init__(
+        self,
+        transport: str,
+        edges: Sequence[Edge],
+        global_ranks: Sequence[int],
+        pp_rank: int,
+        device: torch.device,
+        timeout_s: float,
+        store: dist.Store,
+    ) -> None:
+        self.global_ranks = tuple(global_ranks)
+        self.device = device
+        self.is_host = device.type == "cpu"
+        self._transport, self._pp_rank = transport, pp_rank
+        self._timeout = timedelta(seconds=timeout_s)
+        self.waiting: tuple[Edge, int] | None = None  # read by another thread, to say where a rank stands
+        own = [edge for edge in edges if pp_rank in (edge.source_rank, edge.target_rank)]
+        self._tags = {edge: 1 + number for number, edge in enumerate(edges)}
+        self._groups: dict[Edge, _Group] = {}
+        self._header_group: _Group | None = None
+        if own:
+            self._make_groups(own, store)
+            self._warm_up(own)
+
+    @property
+    def queues_edges_apart(self) -> bool:
+        """Whether a receive on one edge may be posted before its turn without holding up another edge."""
+        return self.is_host or self._transport == "multi_stream"
+
+    @property
+    def defers_headers(self) -> bool:
+        """Whether a receive step must not wait, not even for a header, but leaves that to the step that consumes."""
+        return self._transport == "multi_stream"
+
+    @property
+    def batches(self) -> bool:
+        """Whether neighbouring transfers are handed over as one batch."""
+        return self._transport in ("batch", "boundary")
+
+    def submit(self, operations: Sequence[Operation]) -> list[dist.Work]:
+        """Start the operations, as one batch if the transport batches; return a Work for each, for an NCCL batch one."""
+        if not self.batches or self.is_host or not operations:
+            return [self._start(op.is_send, op.tensor, op.edge, self._groups[op.edge]) for op in operations]
+        group = self._groups[operations[0].edge]
+        group.backend._start_coalescing()
+        for op in operations:
+            self._start(op.is_send, op.tensor, op.edge, group)
+        return [group.backend._end_coalescing()]
+
+    def send_header(self, header: Tensor, edge: Edge) -> dist.Work:
+        """Start sending a header, from host memory over gloo whatever the device."""
+        return self._start(True, header, edge, self._header_group, offset=len(self._tags))
+
+    def receive_header(self, header: Tensor, edge: Edge) -> dist.Work:
+        """Start receiving a header."""
+        return self._start(False, header, edge, self._header_group, offset=len(self._tags))
+
+    def wait_for(self, works: Sequence[dist.Work], edge: Edge, micro_index: int) -> None:
+        """Wait until transfers have ended; on a GPU, make the current stream wait.
+
+        Raises RuntimeError if the peer is gone or, on the host, nothing came within the timeout; `waiting` then says
+        what for.
+        """
+        self.waiting = (edge, micro_index)
+        for work in works:
+            work.wait()
+        self.waiting = None
+
+    def close(self) -> None:
+        """Let go of the groups, which closes their connections: peers that wait on them are woken with an error."""
+        if not self.is_host:
+            for group in dict.fromkeys(self._groups.values()):
+                group.backend.abort()
+        self._groups = {}
+        self._header_group = None
+
+    def _start(self, is_send: bool, tensor: Tensor, edge: Edge, group: _Group, offset: int = 0) -> dist.Work:
+        start = group.backend.send if is_send else group.backend.recv
+        return start([_as_carried(tensor)], group.rank_of[self._peer(edge)], self._tags[edge] + offset)
+
+    def _peer(self, edge: Edge) -> int:
+        return edge.target_rank if edge.source_rank == self._pp_rank else edge.source_rank
+
+    def _make_groups(self, own: Sequence[Edge], store: dist.Store) -> None:
+        everyone = tuple(range(len(self.global_ranks)))
+        if self._transport == "multi_stream":
+            ends = {edge: (edge.source_rank, edge.target_rank) for edge in own}
+            self._groups = {edge: self._make_group(store, f"edge_{self._tags[edge]}", ends[edge]) for edge in own}
+        else:
+            self._groups = dict.fromkeys(own, self._make_group(store, "edges", everyone))
+        shares_headers = self.is_host and self._transport != "multi_stream"
+        self._header_group = self._groups[own[0]] if shares_headers else self._make_group(store, "headers", everyone, True)
+
+    def _make_group(
+        self, store: dist.Store, name: str, pp_ranks: tuple[int, ...], on_host: bool = False
+    ) -> _Group:
+        # Not new_group(): all processes of the job would have to make every pipeline's groups, or, synchronising
+        # locally, members would have to have made the same number of groups before; and a name could come back.
+        store = dist.PrefixStore(name, store)
+        rank, size = pp_ranks.index(self._pp_rank), len(pp_ranks)
+        if on_host or self.is_host:
+            backend = dist.ProcessGroupGloo(store, rank, size, self._timeout)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            backend = dist.ProcessGroupNCCL(store, rank, size, options)
+        return _Group(backend, {pp_rank: number for number, pp_rank in enumerate(pp_ranks)})
+
+    def _warm_up(self, own: Sequence[Edge]) -> None:
+        """Open every connection now: edge after edge in one order, so that no two ranks wait for each other."""
+        for edge in own:
+            is_send = edge.source_rank == self._pp_rank
+            self._start(is_send, torch.zeros(1, device=self.device), edge, self._groups[edge]).wait()
+            (self.send_header if is_send else self.receive_header)(torch.zeros(1), edge).wait()
+        if not self.is_host:
+            torch.cuda.synchronize(self.device)
+
+
+def _as_carried(tensor: Tensor) -> Tensor:
+    """The tensor as bytes where backends have no such type."""
+    if tensor.dtype in (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2):
+        return tensor.view(torch.uint8)
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor
