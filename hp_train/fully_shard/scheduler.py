@@ -1,0 +1,485 @@
+"""The order of events of one unit: when it gathers, frees, prefetches and reduces.
+
+Imports torch and this package's context, hooks, state. A unit is one module, or several that are gathered before the
+first runs and freed after the last. Hooks drive it by default; `hold` and `reduce_grad` let a pipeline drive it.
+
+    before forward        gather (or wait for the prefetch), prefetch the next unit
+    after forward         free, unless the backward that follows keeps it
+    before backward       gather again, prefetch the unit that backward reaches next
+    after backward        free, start the reduction of the gradients
+    end of the backward   reduce what is left, wait for all reductions
+
+A forward inside backward is a recomputation by activation checkpointing: it uses the full parameters that are there,
+gathers only if there are none, frees nothing and prefetches nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hp_train.fully_shard.collectives import GroupComm
+from hp_train.fully_shard.context import CommContext, SchedulerContext, logger
+from hp_train.fully_shard.hooks import (
+    accumulates_into,
+    call_after_input_grads,
+    call_before_output_grads,
+    eager_only,
+    in_backward,
+    map_tensors,
+)
+from hp_train.fully_shard.state import Form, HSDPState, shard_groups_of_size
+
+if TYPE_CHECKING:
+    from hp_train.fully_shard.module import HSDPModule
+
+
+class HSDPSchedulerState(Enum):
+    """What a unit is in: named after the event it saw last."""
+
+    PRE_FORWARD = "pre_forward"  # its forward runs
+    FORWARD = "forward"  # its forward is over, backward may come
+    PRE_BACKWARD = "pre_backward"  # its backward runs
+    BACKWARD = "backward"  # its backward is over
+
+
+class _Call:
+    """One forward call of a unit, as backward will meet it."""
+
+    __slots__ = ("done_in_task", "position", "since")
+
+    def __init__(self) -> None:
+        self.position = -1  # in the recorded order of the step
+        self.since: int | None = None  # sequence number of the graph's mark at the inputs
+        self.done_in_task = -1  # id of the backward that has passed the call
+
+
+class HSDPScheduler:
+    """Drives one unit.
+
+    Attributes:
+        modules: the unit's modules. state: its parameters.
+        scheduler_state: HSDPSchedulerState, or None before the first forward and after a recovery.
+        scheduler_ctx: the SchedulerContext shared by all units under one root.
+        reshard_after_forward: True, False, or the size of the smaller group to reshard to.
+        held: gathered by hand and kept until `reshard`.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], state: HSDPState, reshard_after_forward: bool | int | None
+    ) -> None:
+        self.modules = tuple(modules)
+        self.state = state
+        self.device = state.dp_mesh.device
+        self.scheduler_ctx = SchedulerContext()
+        self.scheduler_state: HSDPSchedulerState | None = None
+        self.auto_reshard_after_forward = reshard_after_forward is None
+        self.reshard_after_forward: bool | int = True if reshard_after_forward is None else reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_grad_sync = True
+        self.requires_all_reduce = True
+        self.unshard_in_backward = True
+        self.held = False
+        self._part_comms: dict[int, GroupComm] = {}
+        self._forward_prefetch: list[HSDPScheduler] | None = None
+        self._backward_prefetch: list[HSDPScheduler] | None = None
+        self._calls: list[_Call] = []  # forward calls that backward has not passed yet
+        self._current_call: _Call | None = None
+        self._modules_to_run: set[nn.Module] = set()
+        self._awaiting_weight_grads = False
+        if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+            self._set_part_size(reshard_after_forward)
+        self._register_hooks()
+
+    # -- settings -------------------------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, value: bool) -> None:
+        self.reshard_after_forward = _checked_bool("reshard_after_forward", value)
+        self.auto_reshard_after_forward = False
+
+    def set_reshard_after_backward(self, value: bool) -> None:
+        self.reshard_after_backward = _checked_bool("reshard_after_backward", value)
+
+    def set_requires_all_reduce(self, value: bool) -> None:
+        self.requires_all_reduce = _checked_bool("requires_all_reduce", value)
+
+    def set_requires_grad_sync(self, value: bool) -> None:
+        """Whether backward reduces gradients; like torch, this sets `requires_all_reduce` along."""
+        self.requires_grad_sync = self.requires_all_reduce = _checked_bool("requires_grad_sync", value)
+
+    def set_forward_prefetch_cells(self, modules: Sequence[HSDPModule]) -> None:
+        """Units to gather right after this one's own in forward, instead of the next of the recorded order."""
+        self._forward_prefetch = _schedulers_of(modules)
+
+    def set_backward_prefetch_cells(self, modules: Sequence[HSDPModule]) -> None:
+        """Units to gather right after this one's own in backward, instead of the one before it in forward."""
+        self._backward_prefetch = _schedulers_of(modules)
+
+    def _set_part_size(self, size: int) -> None:
+        shard = self.state.dp_mesh.shard
+        if shard is None:
+            raise ValueError(f"reshard_after_forward={size} needs a sharded mesh; mode ddp shards nothing")
+        part = shard_groups_of_size(self.state.dp_mesh, size)
+        if size == 1 or size == shard.size:
+            self.reshard_after_forward = size != 1  # a group of one keeps everything, the whole group nothing
+        else:
+            self._part_comms[size] = part
+
+    # -- joining a root -------------------------------------------------------------------------------------------
+
+    def join(self, ctx: SchedulerContext) -> None:
+        """Become a unit of `ctx`'s root. Raises RuntimeError in the middle of another root's step."""
+        mine = self.scheduler_ctx
+        if mine is not ctx and mine.lazy_init_done and (mine.forward_root or mine.backward_under_way):
+            raise RuntimeError(f"unit {self.state.fqn} is inside a forward or backward of another root module")
+        self.scheduler_ctx = ctx
+        if self.auto_reshard_after_forward:
+            self.reshard_after_forward = True  # it may have been a root of its own before
+        self.state.fqn = ""
+        self.state.rebind()
+        self.state.check_materialised()
+
+    @property
+    def comm(self) -> CommContext:
+        ctx = self.scheduler_ctx
+        if ctx.comm is None:
+            ctx.comm = CommContext(self.device)
+        return ctx.comm
+
+    # -- explicit control -----------------------------------------------------------------------------------------
+
+    def unshard(self, *, wait: bool = True, hold: bool = False) -> None:
+        """Gather by hand. `hold` keeps the unit full until `reshard`, whatever its hooks would do."""
+        if not self.scheduler_ctx.lazy_init_done:
+            self.state.rebind()
+            self.state.check_materialised()
+        self.held = self.held or hold
+        self._discard_stale()
+        with self._span("unshard"):
+            self.state.start_unshard(self.comm.gather_stream)
+            if wait:
+                self.state.finish_unshard()
+
+    def wait_for_unshard(self) -> None:
+        if self.state.sharded_form is not Form.SHARDED or not self.state.sharded_buckets:
+            self.state.finish_unshard()
+
+    def reshard(self) -> None:
+        """Free the full parameters and end a hold; gradients that were not reduced stay with the unit."""
+        self.held = False
+        self._awaiting_weight_grads = False
+        with self._span("reshard"):
+            self.state.reshard()
+
+    def reduce_grad(self) -> None:
+        """Reduce what has accumulated, however it was computed; without any gradient on this rank, zeros.
+
+        Every rank of the mesh must call it: for pipelines, after the last backward of a stage. The reductions are
+        complete once `comm.finish()` returns.
+        """
+        self._awaiting_weight_grads = False
+        self._calls.clear()
+        if self.state.trainable:
+            for param in self.state.trainable:
+                if param.unsharded is None:
+                    self.unshard()
+                    break
+            self._submit_reductions("reduce_grad", reshard=not self.held)
+        elif not self.held:
+            self.state.reshard()
+
+    def reset(self, *, drop_grads: bool) -> None:
+        """Back to sharded and idle after an exception."""
+        self._calls.clear()
+        self._current_call = None
+        self._modules_to_run.clear()
+        self.scheduler_state = None
+        self.reshard()
+        if drop_grads:
+            self.state.drop_grads()
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def _register_hooks(self) -> None:
+        for module in self.modules:
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward)
+        for module in {owner.module for param in self.state.params for owner in param.owners}:
+            module.register_state_dict_pre_hook(self._show_sharded)
+            module.register_load_state_dict_pre_hook(self._show_sharded)
+            module.register_load_state_dict_post_hook(self._after_load)
+
+    def _show_sharded(self, *_: Any) -> None:
+        self.state.register_sharded()
+
+    def _after_load(self, *_: Any) -> None:
+        self.state.rebind()
+
+    @eager_only
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Hook before a module of the unit runs."""
+        if in_backward():
+            return self._pre_recompute(args, kwargs)
+        if not self._modules_to_run:
+            self._modules_to_run.update(self.modules)
+            first = True
+        else:  # a further module of the unit, or the only one again after an exception
+            first = self.scheduler_state is not HSDPSchedulerState.PRE_FORWARD or len(self.modules) == 1
+        if first:
+            args, kwargs = self._enter_forward(args, kwargs)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        if first and torch.is_grad_enabled():
+            call = self._current_call = _Call()
+            callback = functools.partial(self._post_backward, call)
+            (args, kwargs), call.since = call_after_input_grads((args, kwargs), callback)
+        return args, kwargs
+
+    def _enter_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        ctx = self.scheduler_ctx
+        if ctx.begin_forward(self):
+            self._modules_to_run.update(self.modules)  # a recovery may have emptied it
+            if self.device.type != "cpu":
+                args, kwargs = map_tensors(lambda tensor: tensor.to(self.device), (args, kwargs))
+        self.scheduler_state = HSDPSchedulerState.PRE_FORWARD
+        ctx.forward_trace.append(self)
+        self._discard_stale()
+        with self._span("pre_forward unshard"):
+            self.state.start_unshard(self.comm.gather_stream)
+            self.state.finish_unshard()
+        targets = self._forward_prefetch
+        if targets is None:
+            following = ctx.next_in_forward(self)
+            targets = [following] if following is not None else []
+        self._prefetch(targets, "forward prefetch")
+        return args, kwargs
+
+    def _pre_recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        with self._span("recompute unshard"):
+            self.state.start_unshard(self.comm.gather_stream)
+            self.state.finish_unshard()
+        args, kwargs = self._cast_inputs(args, kwargs)
+        self._current_call = None
+        if torch.is_grad_enabled() and self.scheduler_state is not HSDPSchedulerState.PRE_BACKWARD:
+            # reentrant checkpointing: this recomputation is the forward that backward goes through
+            call = self._current_call = _Call()
+            callback = functools.partial(self._post_backward, call)
+            (args, kwargs), call.since = call_after_input_grads((args, kwargs), callback)
+        return args, kwargs
+
+    @eager_only
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Hook after a module of the unit ran."""
+        if in_backward():
+            if self._current_call is not None:
+                self._watch_outputs(output)
+            return self._cast_outputs(output)
+        ctx = self.scheduler_ctx
+        self._modules_to_run.discard(module)
+        alone = ctx.forward_root is self  # a module of the unit called outside the model's forward
+        if self._modules_to_run and not alone:
+            return self._cast_outputs(output)
+        backward_follows = self._leave_forward(output)
+        if alone:
+            ctx.end_forward(backward_follows=backward_follows)
+        return self._cast_outputs(output)
+
+    def _leave_forward(self, output: Any) -> bool:
+        """The unit's forward is over; returns whether a backward can come back to it."""
+        self._modules_to_run.clear()
+        backward_follows = self._watch_outputs(output)
+        self.scheduler_state = HSDPSchedulerState.FORWARD
+        self._current_call = None
+        self._reshard_after_forward()
+        return backward_follows
+
+    def _watch_outputs(self, output: Any) -> bool:
+        call = self._current_call
+        if call is None or not torch.is_grad_enabled():
+            return False
+        watched = call_before_output_grads(output, functools.partial(self._pre_backward, call), call.since)
+        if watched:
+            self._calls.append(call)
+            if not in_backward():
+                call.position = len(self.scheduler_ctx.backward_trace)
+                self.scheduler_ctx.backward_trace.append(self)
+        return watched
+
+    def _reshard_after_forward(self) -> None:
+        if self.held or self._awaiting_weight_grads or self.reshard_after_forward is False:
+            return
+        with self._span("post_forward reshard"):
+            if self.reshard_after_forward is True:
+                self.state.reshard()
+            else:
+                self.state.reshard_to(self._part_comms[self.reshard_after_forward])
+
+    def after_root_forward(self, *, backward_follows: bool) -> None:
+        """Clean up at the end of the model's forward: half-run units, prefetches nobody used."""
+        if self._modules_to_run:
+            # part of the unit's modules did not run; the recorded output cannot lead backward here, the gradients
+            # that arrive anyway are reduced when backward ends
+            self._modules_to_run.clear()
+            self.scheduler_state = HSDPSchedulerState.FORWARD
+            self._reshard_after_forward()
+        if self.held:
+            return
+        if self.state.sharded_form is Form.GATHERING:
+            self.state.reshard()
+        elif not backward_follows and not self._awaiting_weight_grads:
+            # No backward will free the unit. Kept full by the user's wish, it still shows the sharded parameters:
+            # an optimizer built now must find those.
+            if self.auto_reshard_after_forward:
+                self.state.reshard()
+            else:
+                self.state.register_sharded()
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    @eager_only
+    def _pre_backward(self, call: _Call) -> None:
+        if call.done_in_task == torch._C._current_graph_task_id():
+            return  # the mark on an older node, reached after the unit is done
+        self.scheduler_ctx.begin_backward()
+        if self.scheduler_state is HSDPSchedulerState.PRE_BACKWARD and self.state.is_full:
+            return
+        was_full = self.state.is_full
+        self.scheduler_state = HSDPSchedulerState.PRE_BACKWARD
+        if self.unshard_in_backward:
+            with self._span("pre_backward unshard"):
+                self.state.start_unshard(self.comm.gather_stream)
+                self.state.finish_unshard()
+        self._awaiting_weight_grads = self._is_split_backward(was_full)
+        self._prefetch(self._backward_targets(call), "backward prefetch")
+
+    def _backward_targets(self, call: _Call) -> list[HSDPScheduler]:
+        if self._backward_prefetch is not None:
+            return self._backward_prefetch
+        if call.position < 1 or call.position > len(self.scheduler_ctx.backward_trace):
+            return []
+        return [self.scheduler_ctx.backward_trace[call.position - 1]]
+
+    def _is_split_backward(self, was_full: bool) -> bool:
+        """Whether this backward computes input gradients only, the weights' being left for a later one.
+
+        Then the later one still needs the full parameters, and its caller must hold the very Parameters that
+        forward used. torch's own pipeline runtime asks the module for them while the unit is sharded: it would get
+        the wrong ones and silently no gradients, so that is refused.
+        """
+        trainable = self.state.trainable
+        if not trainable or any(accumulates_into(param.unsharded) for param in trainable if param.unsharded is not None):
+            return self._awaiting_weight_grads
+        if not was_full and not self.scheduler_ctx.is_last_backward and not self.requires_grad_sync:
+            raise RuntimeError(
+                f"unit {self.state.fqn or 'root'}: input gradients are computed apart from weight gradients, but the "
+                "unit was resharded after forward, so the caller cannot hold its full parameters; call "
+                "module.unshard(recurse=True, hold=True) before, or use reshard_after_forward=False"
+            )
+        return True
+
+    @eager_only
+    def _post_backward(self, call: _Call) -> None:
+        call.done_in_task = torch._C._current_graph_task_id()
+        if call in self._calls:
+            self._calls.remove(call)
+        self.scheduler_ctx.begin_backward()
+        self.scheduler_state = HSDPSchedulerState.BACKWARD
+        if self._awaiting_weight_grads:
+            return
+        # With other calls still to come their gradients may all arrive with the last: an empty reduction would be
+        # one message too many. With none to come, ranks that did use the parameters wait for this one.
+        if self.requires_grad_sync and self.state.trainable and (self.state.has_grads() or not self._calls):
+            self._submit_reductions("post_backward", reshard=self._frees_after_backward)
+        elif self._frees_after_backward:
+            with self._span("post_backward reshard"):
+                self.state.reshard()
+        else:
+            self.state.fold_grads()
+
+    @property
+    def _frees_after_backward(self) -> bool:
+        return self.reshard_after_backward and not self.held and not self._awaiting_weight_grads
+
+    def _submit_reductions(self, event: str, *, reshard: bool) -> None:
+        comm = self.comm
+        with self._span(event):
+            reductions = self.state.take_reductions(
+                (comm.reduce_stream, comm.all_reduce_stream), all_reduce=self.requires_all_reduce
+            )
+            if reshard:  # before the reduction allocates its buffers
+                with self._span(f"{event} reshard"):
+                    self.state.reshard()
+            comm.submit(reductions)
+
+    def after_root_backward(self) -> None:
+        """The backward pass is over: reduce gradients that no hook saw, free what is left."""
+        if self.scheduler_state is HSDPSchedulerState.PRE_BACKWARD or self.state.has_grads():
+            # backward left no mark behind because no input required a gradient
+            in_pass = self.scheduler_state is HSDPSchedulerState.PRE_BACKWARD
+            self.scheduler_state = HSDPSchedulerState.BACKWARD
+            due = in_pass or (self.state.has_grads() and self.requires_grad_sync)
+            if due and self.requires_grad_sync and self.state.trainable and not self._awaiting_weight_grads:
+                self._submit_reductions("post_backward", reshard=self._frees_after_backward)
+        if self.scheduler_ctx.is_last_backward:
+            self._calls.clear()
+        if self._frees_after_backward and self.state.sharded_form is not Form.SHARDED or (
+            self._frees_after_backward and self.state.replicate_full
+        ):
+            with self._span("post_backward reshard"):
+                self.state.reshard()
+
+    # -- shared ---------------------------------------------------------------------------------------------------
+
+    def _discard_stale(self) -> None:
+        """Full parameters from before an optimizer step or a load must not be used again."""
+        if self.state.is_stale:
+            self.state.reshard()
+
+    def _prefetch(self, targets: Sequence[HSDPScheduler], event: str) -> None:
+        for target in targets:
+            if target is not self and not target.state.is_full:
+                with target._span(event):
+                    target._discard_stale()
+                    target.state.start_unshard(self.comm.gather_stream)
+
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        policy = self.state.mp_policy
+        if policy.param_dtype is None or not policy.cast_forward_inputs:
+            return args, kwargs
+        return map_tensors(functools.partial(_cast, policy.param_dtype), (args, kwargs))
+
+    def _cast_outputs(self, output: Any) -> Any:
+        dtype = self.state.mp_policy.output_dtype
+        return output if dtype is None else map_tensors(functools.partial(_cast, dtype), output)
+
+    @contextlib.contextmanager
+    def _span(self, event: str) -> Iterator[None]:
+        label = f"{event}:{self.state.fqn or 'root'}"
+        logger.debug(label)
+        with torch.profiler.record_function(label):
+            yield
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _checked_bool(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} takes True or False, not {value!r} ({type(value).__name__})")
+    return value
+
+
+def _schedulers_of(modules: Sequence[HSDPModule]) -> list[HSDPScheduler]:
+    schedulers = []
+    for module in modules:
+        scheduler = getattr(module, "hsdp_scheduler", None)
+        if not isinstance(scheduler, HSDPScheduler):
+            raise ValueError(f"prefetch takes modules that fully_shard was applied to, not {type(module).__name__}")
+        schedulers.append(scheduler)
+    return schedulers
