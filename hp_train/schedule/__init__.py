@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from hp_train.errors import ScheduleError
 from hp_train.schedule.builders import build_schedule
-from hp_train.schedule.lowering import TRANSPORTS, add_p2p, lower
+from hp_train.schedule.lowering import lower, select_transport
 from hp_train.schedule.registry import SCHEDULES, check_sizes, derive_stages_per_rank, normalize_schedule_name
 from hp_train.schedule.simulate import Costs, Span, Timeline, simulate
 from hp_train.schedule.steps import MetaStep, MetaStepType, Schedule
 from hp_train.schedule.text import load_schedule, save_schedule, schedule_hash
+from hp_train.schedule.verify import TRANSPORTS, StageBuffers, Verification, verify
 
 __all__ = [
     "SCHEDULES",
@@ -19,8 +20,9 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Span",
+    "StageBuffers",
     "Timeline",
-    "add_p2p",
+    "Verification",
     "build_schedule",
     "check_sizes",
     "derive_stages_per_rank",
@@ -29,5 +31,7 @@ __all__ = [
     "normalize_schedule_name",
     "save_schedule",
     "schedule_hash",
+    "select_transport",
     "simulate",
+    "verify",
 ]

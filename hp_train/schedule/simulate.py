@@ -174,8 +174,27 @@ def simulate_split(schedule: Schedule, costs: Costs) -> Timeline:
     return _Simulation(schedule, costs, split_overlaps=True).run()
 
 
-_Value = tuple[bool, int, int]
+Value = tuple[bool, int, int]
 """What a step makes: (is it a gradient, stage that made it, micro-batch)."""
+
+
+def inputs_of(part: MetaStep, num_stages: int) -> tuple[Value, ...]:
+    """Values that a forward or backward step needs, what its own stage made before included."""
+    stage, micro = part.stage_index, part.micro_index
+    if part.meta_type is _T.FWD:
+        return ((False, stage - 1, micro),) if stage > 0 else ()
+    if part.meta_type is _T.BWD_WEIGHT:
+        return ((True, stage, micro),)
+    if stage + 1 < num_stages:
+        return ((False, stage, micro), (True, stage + 1, micro))
+    return ((False, stage, micro),)
+
+
+def result_of(part: MetaStep) -> Value | None:
+    """The value that a forward or backward step makes for others; None for BWD_WEIGHT."""
+    if part.meta_type is _T.BWD_WEIGHT:
+        return None
+    return (part.meta_type in BACKWARD_TYPES, part.stage_index, part.micro_index)
 
 
 class _Simulation:
@@ -186,8 +205,8 @@ class _Simulation:
         self.costs = costs.per_stage(schedule.num_stages)
         self.p2p = costs.p2p
         self.split_overlaps = split_overlaps
-        self.made_at: dict[_Value, Number] = {}
-        self.waiters: dict[_Value, list[int]] = {}
+        self.made_at: dict[Value, Number] = {}
+        self.waiters: dict[Value, list[int]] = {}
         self.clock: list[Number] = [0] * schedule.pp_size
         self.spans: list[list[Span]] = [[] for _ in range(schedule.pp_size)]
 
@@ -211,7 +230,7 @@ class _Simulation:
             parts = step.computes
             start = self.clock[rank]
             for part in parts:
-                for value in self._inputs(part):
+                for value in inputs_of(part, self.schedule.num_stages):
                     made_at = self.made_at.get(value)
                     if made_at is None:
                         self.waiters.setdefault(value, []).append(rank)
@@ -228,21 +247,8 @@ class _Simulation:
             for part, part_end in zip(parts, ends, strict=True):
                 self._publish(part, part_end if self.split_overlaps else end, runnable)
 
-    def _inputs(self, part: MetaStep) -> list[_Value]:
-        """Values that a compute step needs, its own stage's forward included."""
-        stage, micro = part.stage_index, part.micro_index
-        if part.meta_type is _T.FWD:
-            return [(False, stage - 1, micro)] if stage > 0 else []
-        if part.meta_type is _T.BWD_WEIGHT:
-            return [(True, stage, micro)]
-        needs = [(False, stage, micro)]
-        if stage + 1 < self.schedule.num_stages:
-            needs.append((True, stage + 1, micro))
-        return needs
-
     def _publish(self, part: MetaStep, end: Number, runnable: list[int]) -> None:
-        if part.meta_type is _T.BWD_WEIGHT:
-            return
-        value = (part.meta_type in BACKWARD_TYPES, part.stage_index, part.micro_index)
-        self.made_at[value] = end
-        runnable.extend(self.waiters.pop(value, ()))
+        value = result_of(part)
+        if value is not None:
+            self.made_at[value] = end
+            runnable.extend(self.waiters.pop(value, ()))
