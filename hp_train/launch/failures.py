@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hp_train.launch.files import read_json, write_json
 from hp_train.launch.run_dir import attempt_dir, rank_dir
+from hp_train.topology import MeshSizes, coordinates_of
 
 FAILED_MARK = "FAILED"  # in the attempt's folder: written before the launcher ends the other workers
 _TAIL_LINES = 20
@@ -79,15 +80,18 @@ class DeadWorker:
     time_ns: int  # when it was seen
 
 
-def collect_failures(run_dir: Path, attempt: int, world_size: int, dead: list[DeadWorker]) -> list[Failure]:
-    """Return the end of every rank that failed: its own account, else what the launcher saw of it."""
+def collect_failures(
+    run_dir: Path, attempt: int, sizes: MeshSizes, dead: list[DeadWorker], step: int
+) -> list[Failure]:
+    """Return the end of every rank that failed: its own account, else what the launcher saw of it in `step`."""
     seen = {worker.rank: worker for worker in dead}
     failures = []
-    for rank in range(world_size):
+    for rank in range(sizes.world_size):
         folder = rank_dir(run_dir, attempt, rank)
         failure = read_failure(folder)
         if failure is None and rank in seen:
-            failure = _speak_for(seen[rank], folder)
+            where = coordinates_of(rank, sizes).describe()
+            failure = replace(_speak_for(seen[rank], folder), coordinates=where, step=step)
         if failure is not None:
             failures.append(failure)
     return failures
@@ -124,8 +128,8 @@ def _last_lines(path: Path) -> str:
     return "".join(f"\n    {line}" for line in lines[-_TAIL_LINES:])
 
 
-def first_cause(failures: list[Failure]) -> Failure | None:
-    """Return the failure that the others follow from; None if there is none.
+def first_cause(failures: list[Failure]) -> Failure:
+    """Return the failure that the others follow from.
 
     A process killed by a signal could not say when; it had died before its peers noticed, so it goes first, then other
     errors by time, then errors of communication by time.
@@ -134,14 +138,12 @@ def first_cause(failures: list[Failure]) -> Failure | None:
     def order(failure: Failure) -> tuple[bool, bool, int]:
         return (failure.is_communication, failure.signal_number == 0, failure.time_ns)
 
-    return min(failures, key=order, default=None)
+    return min(failures, key=order)
 
 
 def describe_failures(run_dir: Path, attempt: int, world_size: int, failures: list[Failure]) -> list[str]:
     """Return the report of a failed attempt, the cause last and its traceback once."""
     cause = first_cause(failures)
-    if cause is None:
-        return [f"a worker ended without a word; see {attempt_dir(run_dir, attempt)}"]
     told = {failure.rank: failure for failure in failures}
     lines = []
     for rank in range(min(world_size, _MOST_RANKS_LISTED)):

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch.distributed.elastic.rendezvous.registry as rendezvous
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -50,8 +49,8 @@ class AttemptEnd:
     """How one group of workers ended."""
 
     outcome: Outcome
-    failures: tuple[Failure, ...]
-    may_restart: bool
+    report: tuple[str, ...] = ()  # what the person is told of a bad end, the cause last
+    may_restart: bool = False
 
 
 def launch(
@@ -60,26 +59,26 @@ def launch(
     config: TrainerConfig,
     plan: ProcessPlan,
     display: Display,
+    stop: StopSignals,
     worker: tuple[str, ...] = WORKER,
-) -> Outcome:
+) -> AttemptEnd:
     """Run the workers to their end, starting them again after failures as launcher.max_restarts allows.
 
-    `worker` is what the Python interpreter is given to run one rank; the config's path follows. Returns how the run
-    ended, which outcome.json then says too. Raises ConfigError if torch finds fewer GPUs than were planned with.
+    `stop` is installed already. `worker` is what the Python interpreter is given to run one rank; the config's path
+    follows. Returns how the last attempt ended, which outcome.json then says too. Raises ConfigError if torch finds
+    fewer GPUs than were planned with.
     """
     if plan.device == "cuda":
         _check_gpus(plan)
     restarts = config.launcher.max_restarts
-    messages: SimpleQueue[str] = SimpleQueue()
     for restart in range(restarts + 1):
-        end = _run_attempt(run_dir, config_path, plan, display, messages, worker)
-        for line in _report(run_dir, end, plan.num_processes):
-            print(line, file=sys.stderr, flush=True)
+        end = _run_attempt(run_dir, config_path, plan, display, stop, worker)
         if not end.may_restart or restart == restarts:
             break
-        messages.put(f"starting again from the last checkpoint (restart {restart + 1} of {restarts})")
+        again = f"starting again from the last checkpoint (restart {restart + 1} of {restarts})"
+        print(*end.report, again, sep="\n", file=sys.stderr, flush=True)
     write_outcome(run_dir, end.outcome)
-    return end.outcome
+    return end
 
 
 def _check_gpus(plan: ProcessPlan) -> None:
@@ -99,10 +98,12 @@ def _run_attempt(
     config_path: Path,
     plan: ProcessPlan,
     display: Display,
-    messages: SimpleQueue[str],
+    stop: StopSignals,
     worker: tuple[str, ...],
 ) -> AttemptEnd:
     attempt = next_attempt(run_dir)
+    if stop.requested:
+        return AttemptEnd(Outcome("stopped", attempt, 0, int(stop.exit_code), "before the workers were started"))
     folder = attempt_dir(run_dir, attempt)
     folder.mkdir(parents=True)
     (run_dir / "outcome.json").unlink(missing_ok=True)
@@ -112,45 +113,40 @@ def _run_attempt(
         (folder / FAILED_MARK).touch()
         dead.extend(found)
 
-    feed = Feed(run_dir, folder, display, messages)
-    stop = StopSignals(messages, feed.current_step)
+    feed = Feed(run_dir, folder, display, stop.messages)
+    stop.current_step = feed.current_step
     logs = RankLogs(str(folder), _environment(attempt, plan))
     with _agent_log(folder), _worker_spec(run_dir, config_path, plan, worker) as spec:
         agent = RunAgent(spec, logs, on_failure=mark_failed, on_start=lambda: stop.watch_over(agent))
-        with stop.installed(), display, feed:
-            agent.run()
-            stop.watch_over(None)
-    step = feed.history.last.step if feed.history.last else 0
-    return _judge(run_dir, attempt, plan.num_processes, dead, stop, step)
+        with display, feed:
+            try:
+                agent.run()
+            finally:
+                stop.watch_over(None)
+    last_step = feed.history.last.step if feed.history.last else 0
+    if stop.killed:
+        message = "stopped by Ctrl-C without saving"
+        outcome = Outcome("failed", attempt, last_step, int(ExitCode.FAILED), message)
+        return AttemptEnd(outcome, (f"hp-train: {message}",))
+    if dead:
+        failures = collect_failures(run_dir, attempt, plan.sizes, dead, feed.current_step())
+        return _judge(run_dir, attempt, failures, plan, may_restart=not stop.requested)
+    found = read_outcome(run_dir, attempt)
+    assert found is not None, f"all workers ended well, but rank 0 left no {run_dir}/outcome.json"
+    return AttemptEnd(found)
 
 
 def _judge(
-    run_dir: Path, attempt: int, world_size: int, dead: list[DeadWorker], stop: StopSignals, step: int
+    run_dir: Path, attempt: int, failures: list[Failure], plan: ProcessPlan, *, may_restart: bool
 ) -> AttemptEnd:
-    if stop.killed:
-        message = "stopped by Ctrl-C without saving"
-        return AttemptEnd(Outcome("failed", attempt, step, int(ExitCode.FAILED), message), (), may_restart=False)
-    if not dead:
-        outcome = read_outcome(run_dir, attempt)
-        assert outcome is not None, f"all workers ended well, but rank 0 left no {run_dir}/outcome.json"
-        return AttemptEnd(outcome, (), may_restart=False)
-    failures = collect_failures(run_dir, attempt, world_size, dead)
+    """Return the end of a failed attempt: a line for what deserves a line, else the whole account."""
     cause = first_cause(failures)
-    assert cause is not None, "a dead worker has a failure"
     code = ExitCode(cause.exit_code)
-    outcome = Outcome(_STATES.get(code, "failed"), attempt, cause.step or step, int(code), cause.message)
-    may_restart = code == ExitCode.FAILED and not stop.requested
-    return AttemptEnd(outcome, tuple(failures), may_restart)
-
-
-def _report(run_dir: Path, end: AttemptEnd, world_size: int) -> list[str]:
-    """Return what the person is told of a bad end: a line for what has a line, else the whole account."""
-    if end.outcome.state == "stopped" or end.outcome.state == "done":
-        return []
-    if not end.failures or end.outcome.exit_code in (ExitCode.USER_ERROR, ExitCode.DIVERGED):
-        return [f"hp-train: {line}" for line in end.outcome.message.splitlines()]
-    lines = describe_failures(run_dir, end.outcome.attempt, world_size, list(end.failures))
-    return [f"hp-train: attempt {end.outcome.attempt} failed", *lines]
+    outcome = Outcome(_STATES.get(code, "failed"), attempt, cause.step, int(code), cause.message)
+    if code != ExitCode.FAILED:
+        return AttemptEnd(outcome, tuple(f"hp-train: {line}" for line in cause.message.splitlines()))
+    lines = describe_failures(run_dir, attempt, plan.num_processes, failures)
+    return AttemptEnd(outcome, (f"hp-train: attempt {attempt} failed", *lines), may_restart)
 
 
 @contextlib.contextmanager

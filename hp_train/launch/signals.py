@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Protocol
 
+from hp_train.errors import ExitCode
 from hp_train.launch.lifeline import STOP_SIGNALS
 
 
@@ -28,14 +29,19 @@ class Workers(Protocol):
 
 
 class StopSignals:
-    """Signal handlers for the time of a launch. `messages` takes the lines for the person; a display prints them."""
+    """Signal handlers for the time of a launch."""
 
-    def __init__(self, messages: SimpleQueue[str], current_step: Callable[[], int]) -> None:
+    def __init__(self) -> None:
         self.requested = 0  # number of the first signal; 0: none
         self.killed = False  # the person did not want to wait for the save
-        self._messages = messages
-        self._current_step = current_step
+        self.messages: SimpleQueue[str] = SimpleQueue()  # lines for the person; a display prints them
+        self.current_step: Callable[[], int] = lambda: 0  # the step in work; 0 before the first
         self._workers: Workers | None = None
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Return how a run ends that was stopped by the first signal with everything saved."""
+        return ExitCode.INTERRUPTED if self.requested == signal.SIGINT else ExitCode.REQUEUE
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopSignals]:
@@ -63,14 +69,14 @@ class StopSignals:
         # Runs between any two bytecodes of the main thread: no lock is taken here, nothing is printed.
         if not self.requested:
             self.requested = number
-            step = self._current_step()
+            step = self.current_step()
             what = f"stopping after step {step} and saving" if step else "stopping before the first step"
-            self._messages.put(f"{what}; Ctrl-C again stops now without saving")
+            self.messages.put(f"{what}; Ctrl-C again stops now without saving")
             if self._workers is not None:
                 self._pass_on(self._workers, number)
         elif number == signal.SIGINT and not self.killed:
             self.killed = True
-            self._messages.put("stopping now without saving")
+            self.messages.put("stopping now without saving")
             if self._workers is not None:
                 self._workers.kill_workers()
 

@@ -24,6 +24,7 @@ from hp_train.launch.run_dir import (
     next_attempt,
     read_outcome,
 )
+from hp_train.launch.signals import StopSignals
 from hp_train.launch.summary import continue_command, summarize
 from hp_train.models.shapes import num_parameters
 from hp_train.topology import BatchPlan
@@ -86,11 +87,14 @@ def _launch(run_dir: Path, config_path: Path, config: TrainerConfig, plan: Proce
     trainer = config.trainer
     batch = BatchPlan(trainer.global_batch_size, plan.sizes.dp_size, trainer.micro_batch_size, trainer.seq_len)
     _say(batch.describe(), *plan.lines, f"run directory {run_dir}")
-    from hp_train.launch.local import launch  # torch is loaded here, when nothing is left to refuse
+    with StopSignals().installed() as stop:
+        from hp_train.launch.local import launch  # torch is loaded here, when nothing is left to refuse
 
-    outcome = launch(run_dir, config_path, config, plan, _choose_display(config))
-    _say(*summarize(run_dir, config, outcome))
-    return outcome.exit_code
+        end = launch(run_dir, config_path, config, plan, _choose_display(config), stop)
+    _say(*summarize(run_dir, config, end.outcome))
+    if end.report:
+        print(*end.report, sep="\n", file=sys.stderr, flush=True)
+    return end.outcome.exit_code
 
 
 def _choose_display(config: TrainerConfig) -> Display:
