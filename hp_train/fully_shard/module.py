@@ -54,6 +54,8 @@ class HSDPModule(FSDPModule):
         does so for all units inside. With `hold` the units stay full until `reshard`, through any number of forward
         and backward passes: how a pipeline drives a stage, also one that computes input and weight gradients apart.
         """
+        if recurse:
+            self.hsdp_scheduler.scheduler_ctx.lazy_init(self.hsdp_scheduler)
         schedulers = self._schedulers(recurse)
         for scheduler in schedulers:
             scheduler.unshard(wait=False, hold=hold)
@@ -77,9 +79,11 @@ class HSDPModule(FSDPModule):
         `torch.autograd.grad` and `accumulate_grads`. Collective over the mesh: every rank calls it, also one whose
         parameters got no gradient. Units that are not held are resharded.
         """
-        for scheduler in reversed(self._schedulers(recurse)):
+        schedulers = self._schedulers(recurse)
+        for scheduler in reversed(schedulers):
             scheduler.reduce_grad()
-        self.hsdp_scheduler.comm.finish()
+        for comm in {scheduler.comm for scheduler in schedulers}:
+            comm.finish()
 
     @torch.no_grad()
     def accumulate_grads(self, grads: Mapping[nn.Parameter, torch.Tensor]) -> None:
@@ -215,7 +219,7 @@ class HSDPModule(FSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Conversions such as `.to()` and `to_empty()` act on the sharded parameters."""
         self.reshard()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        result = super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # past torch's own
         self.hsdp_scheduler.state.rebind()
         return result
 

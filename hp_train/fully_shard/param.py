@@ -188,6 +188,11 @@ class HSDPParam:
     def has_grad(self) -> bool:
         return self.accumulated is not None or (self.unsharded is not None and self.unsharded.grad is not None)
 
+    def grad_mark(self) -> tuple[int, int] | None:
+        grad = self.unsharded.grad if self.unsharded is not None else None
+        grad = self.accumulated if grad is None else grad
+        return None if grad is None else (id(grad), grad._version)
+
     def drop_grad(self) -> None:
         self.accumulated = None
         if self.unsharded is not None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,14 @@ class _Call:
         self.done_in_task = -1  # id of the backward that has passed the call
 
 
+@dataclass(frozen=True, slots=True)
+class _BeforeSplit:
+    """How things stood when a backward that does not reach the unit's parameters came to the unit."""
+
+    was_full: bool
+    grad_marks: list[tuple[int, int] | None]
+
+
 class HSDPScheduler:
     """Drives one unit.
 
@@ -93,6 +102,7 @@ class HSDPScheduler:
         self._current_call: _Call | None = None
         self._modules_to_run: set[nn.Module] = set()
         self._awaiting_weight_grads = False
+        self._before_split: _BeforeSplit | None = None
         if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
             self._set_part_size(reshard_after_forward)
         self._register_hooks()
@@ -354,7 +364,7 @@ class HSDPScheduler:
             with self._span("pre_backward unshard"):
                 self.state.start_unshard(self.comm.gather_stream)
                 self.state.finish_unshard()
-        self._awaiting_weight_grads = self._is_split_backward(was_full)
+        self._note_weights_left_out(was_full)
         self._prefetch(self._backward_targets(call), "backward prefetch")
 
     def _backward_targets(self, call: _Call) -> list[HSDPScheduler]:
@@ -364,17 +374,24 @@ class HSDPScheduler:
             return []
         return [self.scheduler_ctx.backward_trace[call.position - 1]]
 
-    def _is_split_backward(self, was_full: bool) -> bool:
-        """Whether this backward computes input gradients only, the weights' being left for a later one.
+    def _note_weights_left_out(self, was_full: bool) -> None:
+        """Remember the gradients as they are if this backward will not reach the unit's parameters by itself."""
+        params = [param.unsharded for param in self.state.trainable if param.unsharded is not None]
+        left_out = bool(params) and not any(accumulates_into(param) for param in params)
+        self._before_split = _BeforeSplit(was_full, self.state.grad_marks()) if left_out else None
 
-        Then the later one still needs the full parameters, and its caller must hold the very Parameters that
-        forward used. torch's own pipeline runtime asks the module for them while the unit is sharded: it would get
-        the wrong ones and silently no gradients, so that is refused.
+    def _ends_split_backward(self) -> bool:
+        """Whether the backward that ends here computed input gradients only, leaving the weights' to a later one.
+
+        No parameter was in its graph and no gradient came (under reentrant checkpointing they come from a backward
+        inside the backward). The later one still needs the full parameters, and its caller must hold the very
+        Parameters that forward used. torch's own pipeline runtime asks the module for them while the unit is
+        sharded: it would get the wrong ones and silently no gradients, so that is refused.
         """
-        trainable = self.state.trainable
-        if not trainable or any(accumulates_into(param.unsharded) for param in trainable if param.unsharded is not None):
-            return self._awaiting_weight_grads
-        if not was_full and not self.scheduler_ctx.is_last_backward and not self.requires_grad_sync:
+        before, self._before_split = self._before_split, None
+        if before is None or before.grad_marks != self.state.grad_marks():
+            return False
+        if not before.was_full and not self.scheduler_ctx.is_last_backward and not self.requires_grad_sync:
             raise RuntimeError(
                 f"unit {self.state.fqn or 'root'}: input gradients are computed apart from weight gradients, but the "
                 "unit was resharded after forward, so the caller cannot hold its full parameters; call "
@@ -389,7 +406,8 @@ class HSDPScheduler:
             self._calls.remove(call)
         self.scheduler_ctx.begin_backward()
         self.scheduler_state = HSDPSchedulerState.BACKWARD
-        if self._awaiting_weight_grads:
+        if self._ends_split_backward():
+            self._awaiting_weight_grads = True
             return
         # With other calls still to come their gradients may all arrive with the last: an empty reduction would be
         # one message too many. With none to come, ranks that did use the parameters wait for this one.
@@ -420,16 +438,13 @@ class HSDPScheduler:
         """The backward pass is over: reduce gradients that no hook saw, free what is left."""
         if self.scheduler_state is HSDPSchedulerState.PRE_BACKWARD or self.state.has_grads():
             # backward left no mark behind because no input required a gradient
-            in_pass = self.scheduler_state is HSDPSchedulerState.PRE_BACKWARD
             self.scheduler_state = HSDPSchedulerState.BACKWARD
-            due = in_pass or (self.state.has_grads() and self.requires_grad_sync)
-            if due and self.requires_grad_sync and self.state.trainable and not self._awaiting_weight_grads:
+            self._awaiting_weight_grads = self._ends_split_backward() or self._awaiting_weight_grads
+            if self.requires_grad_sync and self.state.trainable and not self._awaiting_weight_grads:
                 self._submit_reductions("post_backward", reshard=self._frees_after_backward)
         if self.scheduler_ctx.is_last_backward:
             self._calls.clear()
-        if self._frees_after_backward and self.state.sharded_form is not Form.SHARDED or (
-            self._frees_after_backward and self.state.replicate_full
-        ):
+        if self._frees_after_backward and not self.state.is_sharded:
             with self._span("post_backward reshard"):
                 self.state.reshard()
 

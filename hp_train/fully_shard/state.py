@@ -138,6 +138,10 @@ class HSDPState:
         return self.sharded_form is not Form.SHARDED and versions != self._gathered_versions
 
     @property
+    def is_sharded(self) -> bool:
+        return self.sharded_form is Form.SHARDED and not self.replicate_full
+
+    @property
     def is_full(self) -> bool:
         sharded_full = self.sharded_form is Form.FULL or not self.sharded_buckets
         return sharded_full and (self.replicate_full or not self.replicated_buckets)
@@ -231,6 +235,10 @@ class HSDPState:
 
     def has_grads(self) -> bool:
         return any(param.has_grad() for param in self.params)
+
+    def grad_marks(self) -> list[tuple[int, int] | None]:
+        """A mark per trainable parameter that differs after any accumulation into its unreduced gradient."""
+        return [param.grad_mark() for param in self.trainable]
 
     def fold_grads(self, buckets: Iterable[ShardedBucket | ReplicatedBucket] | None = None) -> None:
         """Bring what autograd left in `.grad` into the reduce dtype."""
