@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hp_train.schedule.steps import BACKWARD_TYPES, OVERLAP_TYPES, P2P_TYPES, MetaStep, MetaStepType, Schedule
+from hp_train.schedule.steps import OVERLAP_TYPES, MetaStep, MetaStepType, Schedule
 
 _T = MetaStepType
 MAX_VIOLATIONS = 50
@@ -32,12 +32,8 @@ class Event(NamedTuple):
         return f"rank {self.rank} step {self.position} {self.step}"
 
 
-class Slot(NamedTuple):
-    """What can happen only once in a step of training. micro_index is None for kinds that belong to a stage."""
-
-    kind: MetaStepType
-    stage: int
-    micro: int | None
+Slot = tuple[MetaStepType, int, int | None]
+"""What can happen only once in a step of training: kind, stage, micro-batch (None for kinds that belong to a stage)."""
 
 
 def events_of(rank: int, order: tuple[MetaStep, ...]) -> Iterator[Event]:
@@ -79,87 +75,86 @@ class Findings:
         return (*self.sentences, *more)
 
 
-class Transfer(NamedTuple):
-    """A tensor that crosses ranks: the slots of its two ends and the ranks that hold them."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """One way between two stages on different ranks that a tensor of each micro-batch takes; hashed by identity."""
 
-    send: Slot
-    receive: Slot
+    send_kind: MetaStepType
+    sender: int
+    receive_kind: MetaStepType
+    receiver: int
     source: int
     target: int
 
+    def send(self, micro: int) -> Slot:
+        return (self.send_kind, self.sender, micro)
 
-class Channels:
-    """Which transfers a schedule's placement implies, and which one a given send or receive belongs to."""
+    def receive(self, micro: int) -> Slot:
+        return (self.receive_kind, self.receiver, micro)
 
-    def __init__(self, schedule: Schedule) -> None:
+
+class Dissection:
+    """A schedule's events and the lookups that every rule of the proof needs.
+
+    rows: per rank its events in order.
+    where: the event of each slot, the first if it stands twice.
+    kinds: the kinds of single step that occur.
+    routes: by kind of send or receive and its stage, the route that it is an end of; absent if no tensor crosses there.
+    inputs: by kind of compute step and its stage, the routes whose tensors it uses.
+
+    What stands twice, out of range or on a wrong rank goes to `findings` and takes no further part.
+    """
+
+    def __init__(self, schedule: Schedule, findings: Findings) -> None:
         self.schedule = schedule
-        self.last = schedule.num_stages - 1
+        self.rows = [list(events_of(rank, order)) for rank, order in enumerate(schedule.orders)]
+        self.where: dict[Slot, Event] = {}
+        self.kinds: set[MetaStepType] = set()
+        self.routes: dict[tuple[MetaStepType, int], Route] = {}
+        self.inputs: dict[tuple[MetaStepType, int], list[Route]] = {}
+        self._lay_routes()
+        for row in self.rows:
+            for event in row:
+                self._enter(event, findings)
 
-    def transfer_of(self, step: MetaStep) -> Transfer | None:
+    def transfer(self, step: MetaStep) -> Transfer | None:
         """The transfer that a send or receive is an end of; None if no such tensor crosses ranks."""
-        kind, stage, micro = step.meta_type, step.stage_index, step.micro_index
-        if kind in (_T.FWD_SEND, _T.FWD_RECV):
-            sender = stage if kind is _T.FWD_SEND else stage - 1
-            return self._between(_T.FWD_SEND, sender, _T.FWD_RECV, sender + 1, micro)
-        if kind in (_T.BWD_SEND, _T.BWD_RECV):
-            sender = stage if kind is _T.BWD_SEND else stage + 1
-            return self._between(_T.BWD_SEND, sender, _T.BWD_RECV, sender - 1, micro)
-        if stage != (0 if kind is _T.DATA_SEND else self.last):
-            return None
-        return self._between(_T.DATA_SEND, 0, _T.DATA_RECV, self.last, micro)
+        route = self.routes.get((step.meta_type, step.stage_index))
+        return None if route is None else (route, step.micro_index)
 
-    def _between(
-        self, send: MetaStepType, sender: int, receive: MetaStepType, receiver: int, micro: int
-    ) -> Transfer | None:
-        if not (0 <= sender <= self.last and 0 <= receiver <= self.last):
-            return None
-        source, target = self.schedule.rank_of_stage[sender], self.schedule.rank_of_stage[receiver]
-        if source == target:
-            return None
-        return Transfer(Slot(send, sender, micro), Slot(receive, receiver, micro), source, target)
-
-
-def collect(schedule: Schedule, findings: Findings) -> tuple[list[list[Event]], dict[Slot, Event]]:
-    """Events per rank, and where each slot stands; what stands twice, out of range or on a wrong rank is a finding."""
-    rows: list[list[Event]] = []
-    where: dict[Slot, Event] = {}
-    for rank, order in enumerate(schedule.orders):
-        row = list(events_of(rank, order))
-        rows.append(row)
-        for event in row:
-            step = event.step
-            if step.stage_index >= schedule.num_stages:
-                findings.add(f"{event}: there are only {schedule.num_stages} stages")
+    def _lay_routes(self) -> None:
+        ranks, last = self.schedule.rank_of_stage, self.schedule.num_stages - 1
+        ends = [(_T.FWD_SEND, stage, _T.FWD_RECV, stage + 1, (_T.FWD,)) for stage in range(last)]
+        ends += [(_T.BWD_SEND, stage + 1, _T.BWD_RECV, stage, (_T.BWD, _T.BWD_INPUT)) for stage in range(last)]
+        ends.append((_T.DATA_SEND, 0, _T.DATA_RECV, last, (_T.FWD,)))
+        for send_kind, sender, receive_kind, receiver, consumers in ends:
+            if ranks[sender] == ranks[receiver]:
                 continue
-            if step.micro_index is not None and step.micro_index >= schedule.num_microbatches:
-                findings.add(f"{event}: there are only {schedule.num_microbatches} micro-batches")
-                continue
-            holder = schedule.rank_of_stage[step.stage_index]
-            if holder != rank:
-                findings.add(f"{event}: stage {step.stage_index} lives on rank {holder}")
-                continue
-            if step.micro_index is None and step.meta_type is not _T.FSDP_REDUCE_GRAD:
-                continue  # unshard and reshard may come many times
-            slot = Slot(step.meta_type, step.stage_index, step.micro_index)
-            if slot in where:
-                findings.add(f"{event} repeats step {where[slot].position}")
-            else:
-                where[slot] = event
-    return rows, where
+            route = Route(send_kind, sender, receive_kind, receiver, ranks[sender], ranks[receiver])
+            self.routes[send_kind, sender] = self.routes[receive_kind, receiver] = route
+            for consumer in consumers:
+                self.inputs.setdefault((consumer, receiver), []).append(route)
+
+    def _enter(self, event: Event, findings: Findings) -> None:
+        kind, stage, micro = event.step.meta_type, event.step.stage_index, event.step.micro_index
+        self.kinds.add(kind)
+        if stage >= self.schedule.num_stages:
+            findings.add(f"{event}: there are only {self.schedule.num_stages} stages")
+        elif micro is not None and micro >= self.schedule.num_microbatches:
+            findings.add(f"{event}: there are only {self.schedule.num_microbatches} micro-batches")
+        elif self.schedule.rank_of_stage[stage] != event.rank:
+            findings.add(f"{event}: stage {stage} lives on rank {self.schedule.rank_of_stage[stage]}")
+        elif micro is not None or kind is _T.FSDP_REDUCE_GRAD:  # unshard and reshard may come many times
+            first = self.where.setdefault((kind, stage, micro), event)
+            if first is not event:
+                findings.add(f"{event} repeats step {first.position}")
 
 
-def is_transfer(event: Event) -> bool:
-    return event.step.meta_type in P2P_TYPES
+Transfer = tuple[Route, int]
+"""One tensor that crosses ranks: its route and its micro-batch."""
 
 
-def consumed_by(channels: Channels, step: MetaStep) -> Iterator[Transfer]:
-    """The transfers whose tensors a forward or backward step uses; targets reach the forward of the last stage."""
-    kinds: tuple[MetaStepType, ...] = ()
-    if step.meta_type is _T.FWD:
-        kinds = (_T.FWD_RECV, _T.DATA_RECV) if step.stage_index == channels.last else (_T.FWD_RECV,)
-    elif step.meta_type in BACKWARD_TYPES:
-        kinds = (_T.BWD_RECV,)
-    for kind in kinds:
-        transfer = channels.transfer_of(MetaStep(step.micro_index, kind, step.stage_index))
-        if transfer is not None:
-            yield transfer
+def slot_text(slot: Slot) -> str:
+    """A slot as its step reads in text."""
+    kind, stage, micro = slot
+    return f"{stage}{kind.value}{'' if micro is None else micro}"

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hp_train.schedule.events import Channels, Event, Slot, Transfer, consumed_by, is_transfer
-from hp_train.schedule.steps import Schedule
+from hp_train.schedule.events import Dissection, Event, Transfer
+from hp_train.schedule.steps import P2P_TYPES
 
 TRANSPORTS = ("plain", "batch", "multi_stream", "boundary")
 
@@ -28,38 +28,42 @@ class _Stop(NamedTuple):
     event: Event
 
 
-def deadlock_of(schedule: Schedule, transport: str, rows: list[list[Event]], where: dict[Slot, Event]) -> str | None:
+def deadlock_of(parts: Dissection, transport: str) -> str | None:
     """A sentence with the cycle in which ranks wait for each other, or None if all come to their end.
 
-    rows, where: events of a schedule whose sends and receives are complete, paired and consumed.
+    parts: a schedule whose sends and receives are complete, paired, consumed and in the same order at both ends.
     """
-    walk = _Walk([list(_stops(schedule, transport, row, where)) for row in rows])
+    stops_of = _stops_beside_compute if transport == "multi_stream" else _stops_in_turn
+    walk = _Walk([list(stops_of(parts, row, transport)) for row in parts.rows])
     walk.run()
-    if all(walk.has_ended(rank) for rank in range(schedule.pp_size)):
+    if all(walk.has_ended(rank) for rank in range(len(parts.rows))):
         return None
-    return _describe_cycle(walk, where)
+    return _describe_cycle(walk, parts)
 
 
-def _stops(schedule: Schedule, transport: str, row: list[Event], where: dict[Slot, Event]) -> Iterator[_Stop]:
-    channels = Channels(schedule)
-    if transport == "multi_stream":
-        for event in row:
-            if is_transfer(event):
-                yield _Stop((channels.transfer_of(event.step),), (), event)
-            else:
-                needs = tuple(transfer for transfer in consumed_by(channels, event.step) if transfer.receive in where)
-                if needs:
-                    yield _Stop((), needs, event)
-        return
+def _stops_beside_compute(parts: Dissection, row: list[Event], transport: str) -> Iterator[_Stop]:
+    for event in row:
+        step = event.step
+        if step.meta_type in P2P_TYPES:
+            yield _Stop((parts.transfer(step),), (), event)
+        else:
+            routes = parts.inputs.get((step.meta_type, step.stage_index), ())
+            micro = step.micro_index
+            needs = tuple((route, micro) for route in routes if route.receive(micro) in parts.where)
+            if needs:
+                yield _Stop((), needs, event)
+
+
+def _stops_in_turn(parts: Dissection, row: list[Event], transport: str) -> Iterator[_Stop]:
     batch: list[Transfer] = []
     for number, event in enumerate(row):
-        if not is_transfer(event):
+        if event.step.meta_type not in P2P_TYPES:
             continue
-        batch.append(channels.transfer_of(event.step))
-        following = row[number + 1] if number + 1 < len(row) else None
-        joins = following is not None and following.index == event.index and is_transfer(following)
+        batch.append(parts.transfer(event.step))
+        joins = number + 1 < len(row) and row[number + 1].index == event.index  # only members of a batch share an index
         if transport == "plain" or not joins:
-            yield _Stop(tuple(batch), tuple(batch), event)
+            members = tuple(batch)
+            yield _Stop(members, members, event)
             batch = []
 
 
@@ -103,31 +107,31 @@ class _Walk:
         return None
 
 
-def _describe_cycle(walk: _Walk, where: dict[Slot, Event]) -> str:
+def _describe_cycle(walk: _Walk, parts: Dissection) -> str:
     """Follow who waits for whom until a rank comes round again."""
     rank = next(rank for rank in range(len(walk.stops)) if not walk.has_ended(rank))
     path: list[int] = []
     while rank not in path:
         path.append(rank)
-        rank = _missing_end(walk, rank, where).rank
+        rank = _missing_end(walk, rank, parts).rank
     cycle = path[path.index(rank) :]
-    text = f"deadlock: {_waiting_end(walk, cycle[0], where)}"
+    text = f"deadlock: {_waiting_end(walk, cycle[0], parts)}"
     for waiting, blocker in zip(cycle, cycle[1:] + cycle[:1], strict=True):
-        missing = _missing_end(walk, waiting, where)
-        text += f" waits for {missing}, which stands behind {_waiting_end(walk, blocker, where)}, which"
+        missing = _missing_end(walk, waiting, parts)
+        text += f" waits for {missing}, which stands behind {_waiting_end(walk, blocker, parts)}, which"
     return text.removesuffix(", which")
 
 
-def _waiting_end(walk: _Walk, rank: int, where: dict[Slot, Event]) -> Event:
+def _waiting_end(walk: _Walk, rank: int, parts: Dissection) -> Event:
     """The step that holds `rank` up: its own end of a transfer, or the compute step that consumes one."""
     stop = walk.stops[rank][walk.at[rank]]
-    transfer = walk.first_missing(rank)
     if not stop.announces:
         return stop.event
-    return where[transfer.send if transfer.source == rank else transfer.receive]
+    route, micro = walk.first_missing(rank)
+    return parts.where[route.send(micro) if route.source == rank else route.receive(micro)]
 
 
-def _missing_end(walk: _Walk, rank: int, where: dict[Slot, Event]) -> Event:
+def _missing_end(walk: _Walk, rank: int, parts: Dissection) -> Event:
     """What `rank` waits for: the end of a transfer that its peer has not come to."""
-    transfer = walk.first_missing(rank)
-    return where[transfer.receive if transfer.source == rank else transfer.send]
+    route, micro = walk.first_missing(rank)
+    return parts.where[route.receive(micro) if route.source == rank else route.send(micro)]

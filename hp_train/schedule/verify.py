@@ -8,16 +8,21 @@ schedules only.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from hp_train.errors import ScheduleError
-from hp_train.schedule.events import Channels, Event, Findings, Slot, collect, consumed_by, is_transfer
+from hp_train.schedule.events import Dissection, Event, Findings, Route, slot_text
 from hp_train.schedule.memory_rules import check_parameters, check_swaps
 from hp_train.schedule.progress import TRANSPORTS, deadlock_of
 from hp_train.schedule.simulate import peak_live
-from hp_train.schedule.steps import BACKWARD_TYPES, DATA_TYPES, SEND_TYPES, MetaStep, MetaStepType, Schedule
+from hp_train.schedule.steps import COMPUTE_TYPES, DATA_TYPES, P2P_TYPES, SEND_TYPES, MetaStep, MetaStepType, Schedule
 
 _T = MetaStepType
+_FORWARD = (_T.FWD,)
+_BACKWARDS = (_T.BWD, _T.BWD_INPUT)
+_MAKERS = {_T.FWD_SEND: _FORWARD, _T.BWD_SEND: _BACKWARDS, _T.DATA_SEND: (_T.DATA_LOAD,)}
+"""The kinds whose result each kind of send takes along."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +69,24 @@ def verify(schedule: Schedule, transport: str, *, max_activations: int | None = 
     check_transport(transport)
     shape = _shape_fault(schedule)
     if shape is not None:
-        return Verification((f"{shape}",), (), (), ())
+        return Verification((shape,), (), (), ())
     findings = Findings()
-    rows, where = collect(schedule, findings)
-    _check_computes(schedule, where, findings)
-    _check_transfers(schedule, rows, where, findings)
-    _check_data(schedule, where, findings)
-    check_parameters(schedule, rows, where, findings)
-    check_swaps(schedule, where, findings)
+    parts = Dissection(schedule, findings)
+    _check_computes(parts, findings)
+    _check_transfers(parts, findings)
+    _check_data(parts, findings)
+    check_parameters(parts, findings)
+    check_swaps(parts, findings)
     peaks = tuple(peak_live(order, until_weight=False) for order in schedule.orders)
     if max_activations is not None:
         for rank, peak in enumerate(peaks):
             if peak > max_activations:
                 findings.add(f"rank {rank} holds up to {peak} activations, more than max_activations={max_activations}")
     if not findings:
-        deadlock = deadlock_of(schedule, transport, rows, where)
+        deadlock = deadlock_of(parts, transport)
         if deadlock is not None:
             findings.add(deadlock)
-    recv_buffers, stage_buffers = _count_buffers(schedule, rows)
+    recv_buffers, stage_buffers = _count_buffers(schedule, parts.rows)
     return Verification(findings.all(), peaks, recv_buffers, stage_buffers)
 
 
@@ -101,22 +106,25 @@ def _shape_fault(schedule: Schedule) -> str | None:
     return None
 
 
-def _check_computes(schedule: Schedule, where: dict[Slot, Event], findings: Findings) -> None:
+def _check_computes(parts: Dissection, findings: Findings) -> None:
     """Each stage runs each micro-batch forward and back exactly once and in that order."""
-    for stage in range(schedule.num_stages):
-        for micro in range(schedule.num_microbatches):
-            found = {kind: where.get(Slot(kind, stage, micro)) for kind in (_T.FWD, _T.BWD, _T.BWD_INPUT, _T.BWD_WEIGHT)}
-            forward, whole, first_half, second_half = found.values()
-            rank = schedule.rank_of_stage[stage]
+    where = parts.where
+    for stage, rank in enumerate(parts.schedule.rank_of_stage):
+        for micro in range(parts.schedule.num_microbatches):
+            forward = where.get((_T.FWD, stage, micro))
+            whole = where.get((_T.BWD, stage, micro))
+            first_half = where.get((_T.BWD_INPUT, stage, micro))
+            second_half = where.get((_T.BWD_WEIGHT, stage, micro))
             if forward is None:
                 findings.add(f"rank {rank} never runs {stage}F{micro}")
             if whole is not None and (first_half or second_half):
                 findings.add(f"{whole}: {first_half or second_half} runs the same backward again")
-            elif whole is None and not (first_half and second_half):
-                missing = f"{stage}B{micro}" if not (first_half or second_half) else (
-                    f"{stage}I{micro}" if second_half else f"{stage}W{micro}"
-                )  # fmt: skip
-                findings.add(f"rank {rank} never runs {missing}")
+            elif whole is None and first_half is None and second_half is None:
+                findings.add(f"rank {rank} never runs {stage}B{micro}")
+            elif whole is None and first_half is None:
+                findings.add(f"rank {rank} never runs {stage}I{micro}")
+            elif whole is None and second_half is None:
+                findings.add(f"rank {rank} never runs {stage}W{micro}")
             _check_order(forward, whole or first_half, findings)
             _check_order(first_half, second_half, findings)
 
@@ -127,121 +135,108 @@ def _check_order(earlier: Event | None, later: Event | None, findings: Findings)
         findings.add(f"{later} comes before {earlier.step} at step {earlier.position}, which it needs")
 
 
-def _check_transfers(
-    schedule: Schedule, rows: list[list[Event]], where: dict[Slot, Event], findings: Findings
-) -> None:
+def _check_transfers(parts: Dissection, findings: Findings) -> None:
     """Every tensor that crosses ranks is sent once it is made, received before it is used, and in its channel's order."""
-    channels = Channels(schedule)
-    sends: dict[tuple[int, int], list[Event]] = {}
-    receives: dict[tuple[int, int], list[Event]] = {}
-    for row in rows:
+    sent: dict[tuple[int, int], list[Event]] = {}
+    received: dict[tuple[int, int], list[Event]] = {}
+    for row in parts.rows:
         for event in row:
-            if not is_transfer(event):
-                _check_inputs(channels, event, where, findings)
+            step = event.step
+            if step.meta_type in COMPUTE_TYPES:
+                _check_inputs(parts, event, findings)
                 continue
-            transfer = channels.transfer_of(event.step)
-            if transfer is None:
+            if step.meta_type not in P2P_TYPES:
+                continue
+            route = parts.routes.get((step.meta_type, step.stage_index))
+            if route is None:
                 findings.add(f"{event}: no such tensor crosses ranks")
-                continue
-            is_send = event.step.meta_type in SEND_TYPES
-            side = sends if is_send else receives
-            side.setdefault((transfer.source, transfer.target), []).append(event)
-            if is_send:
-                _check_sender(event, where, findings)
-            if (transfer.receive if is_send else transfer.send) not in where:
-                findings.add(f"{event}: rank {transfer.target if is_send else transfer.source} never "
-                             f"{'receives' if is_send else 'sends'} it")  # fmt: skip
-    if not findings:
-        for channel, sent in sends.items():
-            _check_channel(channels, sent, receives[channel], findings)
+            elif step.meta_type in SEND_TYPES:
+                sent.setdefault((route.source, route.target), []).append(event)
+                _check_send(parts, event, route, findings)
+            else:
+                received.setdefault((route.source, route.target), []).append(event)
+                if route.send(step.micro_index) not in parts.where:
+                    findings.add(f"{event}: rank {route.source} never sends it")
+    if not findings:  # else the two ends of a channel need not even be equally many
+        for channel, sends in sent.items():
+            _check_channel(parts, sends, received[channel], findings)
 
 
-def _check_inputs(channels: Channels, event: Event, where: dict[Slot, Event], findings: Findings) -> None:
+def _check_inputs(parts: Dissection, event: Event, findings: Findings) -> None:
     """What a compute step uses has come before it: over a receive, or from a neighbouring stage of the same rank."""
-    step = event.step
-    for transfer in consumed_by(channels, step):
-        receive = where.get(transfer.receive)
+    kind, stage, micro = event.step.meta_type, event.step.stage_index, event.step.micro_index
+    for route in parts.inputs.get((kind, stage), ()):
+        receive = parts.where.get(route.receive(micro))
         if receive is not None:
             _check_order(receive, event, findings)
-        elif transfer.receive.kind is not _T.DATA_RECV:
-            findings.add(f"{event}: its input {_name(transfer.receive)} is never received")
-    stage, micro = step.stage_index, step.micro_index
-    if step.meta_type is _T.FWD:
-        source, kinds = stage - 1, (_T.FWD,)
-    elif step.meta_type in BACKWARD_TYPES:
-        source, kinds = stage + 1, (_T.BWD, _T.BWD_INPUT)
-    else:
+        elif route.receive_kind is not _T.DATA_RECV:
+            findings.add(f"{event}: its input {slot_text(route.receive(micro))} is never received")
+    if kind is _T.BWD_WEIGHT:
         return
-    if 0 <= source <= channels.last and channels.schedule.rank_of_stage[source] == event.rank:
-        for kind in kinds:
-            _check_order(where.get(Slot(kind, source, micro)), event, findings)
+    source, makers = (stage - 1, _FORWARD) if kind is _T.FWD else (stage + 1, _BACKWARDS)
+    ranks = parts.schedule.rank_of_stage
+    if 0 <= source < len(ranks) and ranks[source] == event.rank:
+        for maker in makers:
+            _check_order(parts.where.get((maker, source, micro)), event, findings)
 
 
-def _check_sender(send: Event, where: dict[Slot, Event], findings: Findings) -> None:
+def _check_send(parts: Dissection, send: Event, route: Route, findings: Findings) -> None:
+    """A send has its receive, and what it sends is made before it."""
     stage, micro = send.step.stage_index, send.step.micro_index
-    makers = {
-        _T.FWD_SEND: (_T.FWD,),
-        _T.BWD_SEND: (_T.BWD, _T.BWD_INPUT),
-        _T.DATA_SEND: (_T.DATA_LOAD,),
-    }[send.step.meta_type]
-    for kind in makers:
-        _check_order(where.get(Slot(kind, stage, micro)), send, findings)
+    if route.receive(micro) not in parts.where:
+        findings.add(f"{send}: rank {route.target} never receives it")
+    for maker in _MAKERS[route.send_kind]:
+        _check_order(parts.where.get((maker, stage, micro)), send, findings)
 
 
-def _check_channel(channels: Channels, sent: list[Event], received: list[Event], findings: Findings) -> None:
+def _check_channel(parts: Dissection, sends: list[Event], receives: list[Event], findings: Findings) -> None:
     """Backends match the n-th send of a channel with its n-th receive, whatever tensors those are."""
-    for send, receive in zip(sent, received, strict=True):
-        if channels.transfer_of(send.step) != channels.transfer_of(receive.step):
+    for send, receive in zip(sends, receives, strict=True):
+        if parts.transfer(send.step) != parts.transfer(receive.step):
             findings.add(f"{receive} would take what {send} sends: the ranks order this channel differently")
             return
 
 
-def _check_data(schedule: Schedule, where: dict[Slot, Event], findings: Findings) -> None:
-    """If any data step exists: every micro-batch loaded before its first forward, its targets carried to the last stage."""
-    if not schedule.has_any(DATA_TYPES):
+def _check_data(parts: Dissection, findings: Findings) -> None:
+    """If any data step exists: each micro-batch loaded before its first forward, its targets carried to the last stage."""
+    if parts.kinds.isdisjoint(DATA_TYPES):
         return
-    last = schedule.num_stages - 1
-    crosses = schedule.rank_of_stage[0] != schedule.rank_of_stage[last]
-    for micro in range(schedule.num_microbatches):
-        load = where.get(Slot(_T.DATA_LOAD, 0, micro))
+    where, ranks = parts.where, parts.schedule.rank_of_stage
+    last = len(ranks) - 1
+    for micro in range(parts.schedule.num_microbatches):
+        load = where.get((_T.DATA_LOAD, 0, micro))
         if load is None:
-            findings.add(f"rank {schedule.rank_of_stage[0]} never runs 0DATA_LOAD{micro}")
-        _check_order(load, where.get(Slot(_T.FWD, 0, micro)), findings)
-        if crosses and Slot(_T.DATA_RECV, last, micro) not in where:
-            findings.add(f"rank {schedule.rank_of_stage[last]} never runs {last}DATA_RECV{micro}")
-        if not crosses:
-            _check_order(load, where.get(Slot(_T.FWD, last, micro)), findings)
-    for slot, event in where.items():
-        if slot.kind is _T.DATA_LOAD and slot.stage != 0:
+            findings.add(f"rank {ranks[0]} never runs 0DATA_LOAD{micro}")
+        _check_order(load, where.get((_T.FWD, 0, micro)), findings)
+        if ranks[0] == ranks[last]:
+            _check_order(load, where.get((_T.FWD, last, micro)), findings)
+        elif (_T.DATA_RECV, last, micro) not in where:
+            findings.add(f"rank {ranks[last]} never runs {last}DATA_RECV{micro}")
+    for (kind, stage, _), event in where.items():
+        if kind is _T.DATA_LOAD and stage != 0:
             findings.add(f"{event}: data is loaded for stage 0 only")
-
-
-def _name(slot: Slot) -> str:
-    return f"{slot.stage}{slot.kind.value}{slot.micro}"
 
 
 def _count_buffers(schedule: Schedule, rows: list[list[Event]]) -> tuple[tuple[int, ...], tuple[StageBuffers, ...]]:
     """Most received tensors held at once, per rank and per stage and direction."""
-    kinds = (_T.FWD_RECV, _T.BWD_RECV)
-    most = {(kind, stage): 0 for kind in kinds for stage in range(schedule.num_stages)}
+    most: Counter[tuple[MetaStepType, int]] = Counter()
     rank_most = []
     for row in rows:
-        held: dict[tuple[MetaStepType, int], set[int]] = {key: set() for key in most}
-        num_held = peak = 0
+        held: set[tuple[MetaStepType, int, int]] = set()
+        num_held: Counter[tuple[MetaStepType, int]] = Counter()
+        peak = 0
         for event in row:
-            step = event.step
-            if step.meta_type in kinds and step.stage_index < schedule.num_stages:
-                mine = held[step.meta_type, step.stage_index]
-                num_held += step.micro_index not in mine
-                mine.add(step.micro_index)
-                key = (step.meta_type, step.stage_index)
-                most[key] = max(most[key], len(mine))
-                peak = max(peak, num_held)
-            elif step.meta_type in (_T.BWD, _T.BWD_WEIGHT) and step.stage_index < schedule.num_stages:
-                for kind in kinds:
-                    if step.micro_index in held[kind, step.stage_index]:
-                        held[kind, step.stage_index].remove(step.micro_index)
-                        num_held -= 1
+            kind, stage, micro = event.step.meta_type, event.step.stage_index, event.step.micro_index
+            if kind is _T.FWD_RECV or kind is _T.BWD_RECV:
+                held.add((kind, stage, micro))
+                num_held[kind, stage] += 1
+                most[kind, stage] = max(most[kind, stage], num_held[kind, stage])
+                peak = max(peak, len(held))
+            elif kind is _T.BWD or kind is _T.BWD_WEIGHT:
+                for receive in (_T.FWD_RECV, _T.BWD_RECV):
+                    if (receive, stage, micro) in held:
+                        held.remove((receive, stage, micro))
+                        num_held[receive, stage] -= 1
         rank_most.append(peak)
     per_stage = tuple(StageBuffers(most[_T.FWD_RECV, s], most[_T.BWD_RECV, s]) for s in range(schedule.num_stages))
     return tuple(rank_most), per_stage
