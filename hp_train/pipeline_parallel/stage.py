@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hp_train.pipeline_parallel.backward_split import PendingWeights, backward_input, backward_weight
-from hp_train.pipeline_parallel.sharding import ShardedUnits
+from hp_train.pipeline_parallel.sharding import Units, units_of
 
 Grads = tuple[Tensor | None, ...]
 
@@ -81,11 +81,11 @@ class ModuleStage:
     num_stages: int
     loss_fn: Callable[[Any, Any], Tensor] | None = None
     _in_flight: dict[int, _InFlight] = field(default_factory=dict, init=False)
-    _units: ShardedUnits = field(init=False)
+    _units: Units = field(init=False)
 
     def __post_init__(self) -> None:
         assert 0 <= self.stage_index < self.num_stages, f"stage {self.stage_index} of {self.num_stages}"
-        self._units = ShardedUnits(self.module)
+        self._units = units_of(self.module)
 
     @property
     def is_first(self) -> bool:
@@ -149,12 +149,9 @@ class ModuleStage:
             self.backward(micro_index, self._in_flight[micro_index].postponed)
             return
         flight = self._in_flight.pop(micro_index)
-        if self._units:
-            # Resharding may have freed what the graph saved; this run passes none of the hooks that gather it again.
-            self._units.gather()
+        self._units.before_weight_grads()
         backward_weight(flight.pending)
-        if self._units:
-            self._units.fold_gradients()
+        self._units.after_weight_grads()
 
     def unshard(self) -> None:
         """See Stage."""

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hp_train.config.schema import ModelSection
+from hp_train.fully_shard import fully_shard as our_fully_shard
 from hp_train.models.llama import Llama
 from hp_train.pipeline_parallel import ModuleStage, PipelineRuntime, StageInputs
 from hp_train.schedule import build_schedule, lower
@@ -35,6 +36,7 @@ class Case:
     tied: bool = False
     layer_split: tuple[int, ...] | None = None  # layers per stage; None: as even as can be
     reshard_after_forward: bool | None = None  # None: not sharded
+    engine: str = "torch"  # which fully_shard
     lowering: tuple[tuple[str, object], ...] = ()  # keywords of `lower`
     ragged: bool = False  # the last micro-batch has fewer rows
     num_steps: int = 3
@@ -103,13 +105,14 @@ def make_stage(case: Case, stage: int, num_stages: int, num_layers: int, mesh) -
     module.load_state_dict({name: whole[name] for name in module.state_dict()})
     if case.reshard_after_forward is not None:
         for block in module.blocks.values():
-            shard(block, mesh, case.reshard_after_forward)
-        shard(module, mesh, case.reshard_after_forward)
+            shard(block, mesh, case)
+        shard(module, mesh, case)
     return module
 
 
-def shard(module, mesh, reshard: bool) -> None:
-    fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+def shard(module, mesh, case: Case) -> None:
+    apply = fully_shard if case.engine == "torch" else our_fully_shard
+    apply(module, mesh=mesh, reshard_after_forward=case.reshard_after_forward)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
 
