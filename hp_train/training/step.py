@@ -15,6 +15,9 @@ from torch import nn
 
 from hp_train.parallel.mesh import MeshContext
 from hp_train.parallel.parallelize import ParallelModel
+from hp_train.pipeline_parallel.microbatch import StageInputs
+from hp_train.pipeline_parallel.runtime import PipelineRuntime
+from hp_train.pipeline_parallel.stage import ModuleStage
 from hp_train.pipeline_plan import PipelinePlan
 
 
@@ -75,19 +78,24 @@ class DataParallelEngine:
 class PipelineEngine:
     """Runs the micro-batches through a pipeline by a proven schedule."""
 
-    def __init__(self, runtime: 'PipelineRuntime', dp_size: int) -> None:
+    def __init__(self, runtime: PipelineRuntime, dp_size: int) -> None:
         self.runtime = runtime
         self.dp_size = dp_size
 
     def train_step(self, micro_batches: Sequence[MicroBatch], token_count: int) -> torch.Tensor:
         """Accumulate gradients over `micro_batches`; see `StepEngine`."""
-        loss_sum = self.runtime.step(micro_batches, self.dp_size / token_count)
+        loss_sum = self.runtime.step([_stage_inputs(batch) for batch in micro_batches], self.dp_size / token_count)
         return torch.zeros(()) if loss_sum is None else loss_sum
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Return the loss sum of `micro_batches`; see `StepEngine`."""
-        loss_sum = self.runtime.evaluate(micro_batches)
+        loss_sum = self.runtime.evaluate([_stage_inputs(batch) for batch in micro_batches])
         return torch.zeros(()) if loss_sum is None else loss_sum
+
+
+def _stage_inputs(batch: MicroBatch) -> StageInputs:
+    kwargs = {"positions": batch.positions, "attention_mask": batch.attention_mask}
+    return StageInputs(args=(batch.tokens,), kwargs=kwargs, targets=batch.targets)
 
 
 def build_engine(model: ParallelModel, mesh: MeshContext, plan: PipelinePlan | None) -> StepEngine:
@@ -95,9 +103,6 @@ def build_engine(model: ParallelModel, mesh: MeshContext, plan: PipelinePlan | N
     dp_size = mesh.sizes.dp_size
     if plan is None:
         return DataParallelEngine(model.stages[0], dp_size, reduce_every_microbatch=mesh.sizes.dp_shard > 1)
-    from hp_train.pipeline_parallel.runtime import PipelineRuntime
-    from hp_train.pipeline_parallel.stage import ModuleStage
-
     num_stages = plan.schedule.num_stages
     stages = [ModuleStage(module, index, num_stages) for index, module in model.stages.items()]
     runtime = PipelineRuntime(stages, plan.schedule, plan.transport, mesh.pp_group, mesh.device)

@@ -163,43 +163,41 @@ def _check_stored_once(folder: Path) -> None:
     assert stored == 4 * (3 * numbers + len(SHAPES))
 
 
-PLACEMENTS = {
-    "one dimension": [((4,), [[Shard(0)], [Shard(1)], [Replicate()]])],
-    "two dimensions": [((2, 2), [[Shard(0), Shard(0)], [Shard(1), Shard(0)], [Replicate(), Shard(1)], [Shard(0), Shard(1)]])],
+PLACEMENTS = [
+    ((4,), [Shard(0)]),
+    ((4,), [Shard(1)]),
+    ((2, 2), [Shard(0), Shard(0)]),
+    ((2, 2), [Shard(1), Shard(0)]),
+    ((2, 2), [Replicate(), Shard(1)]),
+]
+WHOLE = {
+    f"{list(shape)} {dtype}": torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape).to(dtype)
+    for shape in [(1, 1), (3, 2), (5, 7), (2, 9)]
+    for dtype in (torch.float32, torch.bfloat16)
 }
-RESHARDED_SHAPES = [(1, 1), (3, 2), (4, 4), (5, 7), (2, 9)]
 
 
 def reshard_placements(rank: int, world_size: int, root: Path) -> int:
-    variants = [
-        (init_device_mesh("cpu", mesh_shape), placements)
-        for cases in PLACEMENTS.values()
-        for mesh_shape, all_placements in cases
-        for placements in all_placements
-    ]
-    full = {f"model.{shape}.{dtype}": _numbered(shape).to(dtype) for shape in RESHARDED_SHAPES for dtype in (torch.float32, torch.bfloat16)}
+    meshes = {shape: init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))}
+
+    def cut(tensor: torch.Tensor, variant: tuple) -> DTensor:
+        return distribute_tensor(tensor, meshes[variant[0]], variant[1], src_data_rank=None)  # every rank has the whole
+
     pairs = 0
-    for number, (mesh, placements) in enumerate(variants):
-        shards = {name: shard_of(distribute_tensor(tensor, mesh, placements)) for name, tensor in full.items()}
+    for number, variant in enumerate(PLACEMENTS):
+        shards = {f"model.{name}": shard_of(cut(tensor, variant)) for name, tensor in WHOLE.items()}
         folder = write_shards(root / str(number), 1, shards, encode_json({}), keep_last=1, group=None)
-        for other_mesh, other_placements in variants:
-            targets = {
-                name.removeprefix("model."): distribute_tensor(torch.zeros_like(tensor), other_mesh, other_placements)
-                for name, tensor in full.items()
-            }
+        for other in PLACEMENTS:
+            targets = {name: cut(torch.zeros_like(tensor), other) for name, tensor in WHOLE.items()}
             load_checkpoint(folder, CheckpointState(targets, torch.optim.SGD([torch.zeros(1)], lr=1.0)))
             for name, target in targets.items():
-                assert torch.equal(target.full_tensor(), full[f"model.{name}"]), (name, placements, other_placements)
+                assert torch.equal(target.to_local(), cut(WHOLE[name], other).to_local()), (name, variant, other)
             pairs += 1
     return pairs
 
 
-def _numbered(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
-
-
 def test_every_placement_reads_every_other(tmp_path: Path) -> None:
-    assert run_ranks(4, reshard_placements, tmp_path) == [49] * 4
+    assert run_ranks(4, reshard_placements, tmp_path) == [len(PLACEMENTS) ** 2] * 4
 
 
 def failing_saves(rank: int, world_size: int, root: Path) -> list[str]:
