@@ -20,6 +20,7 @@ def _source(config: TrainerConfig) -> Iterator[str]:
         seq_len=config.trainer.seq_len,
         vocab_size=config.model.vocab_size,
         document_boundaries=config.data.document_boundaries,
+        evaluates=config.trainer.eval_every > 0,
     )
 
 
@@ -27,7 +28,7 @@ RULES = (
     Rule(
         (
             "data.name", "data.path", "data.val_path", "data.tokenizer", "data.document_boundaries", "trainer.seq_len",
-            "model.vocab_size",
+            "trainer.eval_every", "model.vocab_size",
         ),
         _source,
     ),

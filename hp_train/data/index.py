@@ -45,9 +45,9 @@ class SourceInfo:
     fingerprint: str
 
     def faults(
-        self, *, seq_len: int, vocab_size: int, document_boundaries: str, evaluates: bool = False
+        self, *, seq_len: int, vocab_size: int, document_boundaries: str, evaluates: bool
     ) -> list[str]:
-        """One line for each reason why a run with these settings cannot read this data."""
+        """One line for each reason why a run with these settings, evaluating or not, cannot read this data."""
         if self.num_train_tokens is None or self.max_token_id_bound is None:
             return []
         found = []

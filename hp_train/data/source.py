@@ -81,7 +81,9 @@ def open_data(config: DataConfig, seq_len: int, seed: int, split: str, vocab_siz
     if config.name == "random":
         return RandomSource(seq_len, seed, split, vocab_size)
     boundaries = str(config.document_boundaries)
-    faults = describe_source(config).faults(seq_len=seq_len, vocab_size=vocab_size, document_boundaries=boundaries)
+    faults = describe_source(config).faults(
+        seq_len=seq_len, vocab_size=vocab_size, document_boundaries=boundaries, evaluates=split == "val"
+    )
     if faults:
         raise ConfigError(*faults)
     corpus = _open_shakespeare(split) if config.name == "shakespeare" else _open_tokens(config, split)

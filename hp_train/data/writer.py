@@ -55,9 +55,12 @@ class TokenFolderWriter:
 
     def __enter__(self) -> TokenFolderWriter:
         _refuse_taken(self._out)
+        parent = self._out.parent
         try:
-            self._out.parent.mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix=f"{self._out.name}.tmp-", dir=self._out.parent))
+            parent.mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{self._out.name}.tmp-", dir=parent))
+        except FileExistsError:
+            raise ConfigError(f"--out {self._out} cannot be made: {parent} is not a folder") from None
         except OSError as error:
             raise ConfigError(f"--out {self._out} cannot be made ({error.strerror})") from None
         self._tokens = _HashedFile(self._folder / TOKENS_FILE)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hp_train.config.schema import DataSection
 from hp_train.data import windows
 from hp_train.data.order import sequence_index
 from hp_train.data.source import IGNORED, UNLIMITED, Corpus, CorpusSource, open_data
@@ -19,15 +20,6 @@ from hp_train.data.writer import TokenFolderWriter
 from hp_train.errors import ConfigError, HpTrainError
 
 PAD = 99
-
-
-@dataclass
-class Data:
-    name: str = "tokens"
-    path: str | None = None
-    val_path: str | None = None
-    tokenizer: str = "byte"
-    document_boundaries: str = "attend"
 
 
 def corpus_of(lengths: list[int], begin: int = 0, end: int | None = None) -> Corpus:
@@ -158,7 +150,7 @@ def write_folder(out: Path, lengths: list[int], first: int = 0) -> None:
 def test_the_last_tenth_is_held_out_unless_other_text_is_given(tmp_path: Path) -> None:
     write_folder(tmp_path / "train", [40, 60])
     write_folder(tmp_path / "val", [50], first=200)
-    config = Data(path=str(tmp_path / "train"))
+    config = DataSection(path=str(tmp_path / "train"))
     seen = open_data(config, 9, 0, "train", 260).batch(range(9))
     held_out = open_data(config, 9, 0, "val", 260).batch([0])
     assert sorted(np.unique(seen.tokens)) == list(range(81)) and seen.targets.max() == 81
@@ -169,7 +161,7 @@ def test_the_last_tenth_is_held_out_unless_other_text_is_given(tmp_path: Path) -
 
 
 def test_training_order_follows_the_seed_and_validation_does_not() -> None:
-    config = Data(name="shakespeare")
+    config = DataSection(name="shakespeare")
     batches = {
         (split, seed): open_data(config, 64, seed, split, 260).batch(range(8)).tokens
         for split in ("train", "val") for seed in (1, 2)
@@ -179,7 +171,7 @@ def test_training_order_follows_the_seed_and_validation_does_not() -> None:
 
 
 def test_random_tokens_depend_on_seed_split_and_sample_alone() -> None:
-    config = Data(name="random")
+    config = DataSection(name="random")
     source = open_data(config, 32, 5, "train", 1000)
     batch = source.batch([7, 8, 10**12])
     assert source.num_sequences == UNLIMITED
@@ -196,14 +188,14 @@ def test_random_tokens_depend_on_seed_split_and_sample_alone() -> None:
 @pytest.mark.parametrize(
     ("config", "seq_len", "vocab_size", "message"),
     [
-        (Data(name="shakespeare"), 900_000, 260, "trainer.seq_len=900000 is longer than the data: 820,314 training tokens"),
-        (Data(name="shakespeare"), 64, 100, "model.vocab_size=100 is too small: data=shakespeare holds token id 127"),
-        (Data(name="shakespeare", tokenizer="x.json"), 64, 260, "data.tokenizer=x.json: data=shakespeare is read as bytes"),
-        (Data(), 64, 260, "data.path is not set: data=tokens needs a folder made by `hp-train data prepare"),
-        (Data(name="shakespear"), 64, 260, "data.name=shakespear is unknown; use shakespeare, tokens, random"),
+        (DataSection(name="shakespeare"), 900_000, 260, "trainer.seq_len=900000 is longer than the data: 820,314 training tokens"),
+        (DataSection(name="shakespeare"), 64, 100, "model.vocab_size=100 is too small: data=shakespeare holds token id 127"),
+        (DataSection(name="shakespeare", tokenizer="x.json"), 64, 260, "data.tokenizer=x.json: data=shakespeare is read as bytes"),
+        (DataSection(), 64, 260, "data.path is not set: data=tokens needs a folder made by `hp-train data prepare"),
+        (DataSection(name="shakespear"), 64, 260, "data.name=shakespear is unknown; use shakespeare, tokens, random"),
     ],
 )
-def test_data_that_does_not_fit_is_refused_in_one_line(config: Data, seq_len: int, vocab_size: int, message: str) -> None:
+def test_data_that_does_not_fit_is_refused_in_one_line(config: DataSection, seq_len: int, vocab_size: int, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         open_data(config, seq_len, 0, "train", vocab_size)
     assert refused.value.messages[0].startswith(message)
@@ -212,7 +204,7 @@ def test_data_that_does_not_fit_is_refused_in_one_line(config: Data, seq_len: in
 
 def test_documents_of_one_token_leave_nothing_to_predict(tmp_path: Path) -> None:
     write_folder(tmp_path / "singles", [1] * 50)
-    config = Data(path=str(tmp_path / "singles"), document_boundaries="pad")
+    config = DataSection(path=str(tmp_path / "singles"), document_boundaries="pad")
     with pytest.raises(ConfigError, match="no document is longer than one token"):
         open_data(config, 8, 0, "train", 260)
 

@@ -100,7 +100,8 @@ from hp_train.data.index import describe_source
 base = dict(path={str(folder)!r}, val_path=None, tokenizer="byte", document_boundaries="attend")
 started = time.perf_counter()
 for name in ("shakespeare", "tokens", "random"):
-    describe_source(SimpleNamespace(name=name, **base)).faults(seq_len=8, vocab_size=260, document_boundaries="attend")
+    info = describe_source(SimpleNamespace(name=name, **base))
+    info.faults(seq_len=8, vocab_size=260, document_boundaries="attend", evaluates=True)
 elapsed_s = time.perf_counter() - started
 assert not {{"torch", "numpy"}} & set(sys.modules), "imported"
 import hp_train.data.source, hp_train.data.order, hp_train.data.prepare, hp_train.commands.data
