@@ -64,6 +64,9 @@ class PipelineRuntime:
         assert sorted(self._stages) == list(placed), f"rank {self.pp_rank} holds stages {placed}, not {[*self._stages]}"
         self._handlers: dict[MetaStepType, Handler] = dict(DEFAULT_HANDLERS)
         self._programs: dict[tuple[bool, int], tuple[MetaStep, ...]] = {}
+        self._loads = schedule.has_any(frozenset({_T.DATA_LOAD})) and 0 in self._stages
+        self._carries_targets = schedule.has_any(frozenset({_T.DATA_RECV}))
+        self._swapped = _swapped_micro_batches(schedule.orders[self.pp_rank])
         global_ranks = dist.get_process_group_ranks(group)
         self._global_rank = global_ranks[self.pp_rank]
         self._position, self._step = -1, "start"
@@ -95,30 +98,31 @@ class PipelineRuntime:
         """What the latest receive of a stage was set up with, per tensor; empty before the first."""
         return self._inboxes[traffic, stage_index].infos
 
-    def step(self, micro_batches: Sequence[StageInputs], loss_scale: float | Tensor = 1.0) -> Tensor | None:
+    def step(self, micro_batches: Sequence[StageInputs | None], loss_scale: float | Tensor = 1.0) -> Tensor | None:
         """Run one training step: accumulate the gradients of `loss_scale` times the summed loss.
 
-        micro_batches: at most as many as the schedule has; fewer run its shortened form.
+        micro_batches: at most as many as the schedule has; fewer run its shortened form. Under a schedule with DATA steps
+            only the rank of the first stage needs the inputs, and reads each when its DATA_LOAD comes; others give None.
         Returns the loss sum (float64 scalar, detached) on the rank of the last stage, None elsewhere.
         Raises what a stage raises; PipelineError with the first cause on all other ranks; PipelineHang after a timeout.
         """
         grad = torch.as_tensor(loss_scale, dtype=torch.float32, device=self.device)
         for stage in self._stages.values():
-            stage.begin_step()
-        losses = self._run(list(micro_batches), grad)
+            stage.begin_step(self._swapped.get(stage.stage_index, frozenset()))
+        losses = self._run(micro_batches, grad)
         if not self.schedule.has_any(FSDP_TYPES):
             for stage in self._stages.values():
                 stage.reduce_grad()
                 stage.reshard()
         return self._sum(losses)
 
-    def evaluate(self, micro_batches: Sequence[StageInputs]) -> Tensor | None:
+    def evaluate(self, micro_batches: Sequence[StageInputs | None]) -> Tensor | None:
         """Return the loss sum over any number of micro-batches without gradients; None except on the last stage's rank."""
         losses: list[Tensor] = []
         size = self.schedule.num_microbatches
         with torch.no_grad():
             for start in range(0, len(micro_batches), size):
-                losses += self._run(list(micro_batches[start : start + size]), None)
+                losses += self._run(micro_batches[start : start + size], None)
         for stage in self._stages.values():
             stage.reshard()
         return self._sum(losses)
@@ -128,11 +132,17 @@ class PipelineRuntime:
         self._sentinel.close()
         self._wires.close()
 
-    def _run(self, micro_batches: list[StageInputs], grad: Tensor | None) -> list[Tensor]:
-        program = self._program(grad is not None, len(micro_batches))
+    def _run(self, source: Sequence[StageInputs | None], grad: Tensor | None) -> list[Tensor]:
+        program = self._program(grad is not None, len(source))
+        if self._loads:
+            micro_batches = [_NOTHING] * len(source)
+        else:
+            micro_batches = [each if each is not None else _NOTHING for each in source]
+        # A source that is read as the schedule goes can't be looked at beforehand: then every micro-batch has a header.
+        is_uniform = isinstance(source, (list, tuple)) and _have_same_shapes(source)
         run = StepRun(
-            self._stages, self._handlers, self._wires, self._inboxes, self._outboxes, micro_batches,
-            _have_same_shapes(micro_batches), grad,
+            self._stages, self._handlers, self._wires, self._inboxes, self._outboxes, source, micro_batches, is_uniform,
+            grad, self._inboxes.get((Traffic.DATA, self.schedule.num_stages - 1)) if self._carries_targets else None,
         )  # fmt: skip
         try:
             self._begin(program)
@@ -212,6 +222,18 @@ class PipelineRuntime:
             stage.recover()
         self._sentinel.close()
         self._wires.close()
+
+
+_NOTHING = StageInputs()
+
+
+def _swapped_micro_batches(order: Sequence[MetaStep]) -> dict[int, frozenset[int]]:
+    """Per stage, the micro-batches whose activations leave the device."""
+    swapped: dict[int, set[int]] = {}
+    for step in order:
+        if step.meta_type is _T.SWAP_LAUNCH_OFFLOAD:
+            swapped.setdefault(step.stage_index, set()).add(step.micro_index)
+    return {stage: frozenset(micros) for stage, micros in swapped.items()}
 
 
 def _shortened(step: MetaStep, is_training: bool, num_microbatches: int) -> list[MetaStep]:

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hp_train.pipeline_parallel.backward_split import PendingWeights, backward_input, backward_weight
 from hp_train.pipeline_parallel.sharding import Units, units_of
+from hp_train.pipeline_parallel.swap import SwapSpace
 
 Grads = tuple[Tensor | None, ...]
 
@@ -27,8 +28,8 @@ class Stage(Protocol):
     stage_index: int
     num_stages: int
 
-    def begin_step(self) -> None:
-        """Called once before the first step of every training step."""
+    def begin_step(self, swapped: frozenset[int]) -> None:
+        """Called once before every training step; `swapped` are the micro-batches with SWAP steps."""
 
     def forward(
         self, micro_index: int, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any
@@ -52,6 +53,9 @@ class Stage(Protocol):
 
     def reduce_grad(self) -> None:
         """Reduce the accumulated gradients over the data-parallel ranks, once a step."""
+
+    def swap_space(self) -> SwapSpace:
+        """Where SWAP steps find the activations."""
 
     def recover(self) -> None:
         """Forget a step that ended in an exception."""
@@ -82,10 +86,13 @@ class ModuleStage:
     loss_fn: Callable[[Any, Any], Tensor] | None = None
     _in_flight: dict[int, _InFlight] = field(default_factory=dict, init=False)
     _units: Units = field(init=False)
+    _swap: SwapSpace = field(init=False)
+    _swapped: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         assert 0 <= self.stage_index < self.num_stages, f"stage {self.stage_index} of {self.num_stages}"
         self._units = units_of(self.module)
+        self._swap = SwapSpace(self.module)
 
     @property
     def is_first(self) -> bool:
@@ -95,8 +102,9 @@ class ModuleStage:
     def is_last(self) -> bool:
         return self.stage_index == self.num_stages - 1
 
-    def begin_step(self) -> None:
+    def begin_step(self, swapped: frozenset[int]) -> None:
         """See Stage."""
+        self._swapped = swapped
         assert not self._in_flight, f"stage {self.stage_index} still holds micro-batches {sorted(self._in_flight)}"
         self._units.begin_step()
 
@@ -104,18 +112,24 @@ class ModuleStage:
         self, micro_index: int, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any
     ) -> tuple[Tensor, ...]:
         """See Stage."""
-        if not self.is_last:
-            outputs = self.module(*inputs, **kwargs)
-        elif self.loss_fn is not None:
-            outputs = self.loss_fn(self.module(*inputs, **kwargs), targets)
-        elif targets is not None:
-            outputs = self.module(*inputs, **kwargs, targets=targets)
+        if micro_index not in self._swapped or not torch.is_grad_enabled():
+            outputs = self._call(inputs, kwargs, targets)
         else:
-            outputs = self.module(*inputs, **kwargs)
-        outputs = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+            with self._swap.saving(micro_index, (*inputs, *kwargs.values(), targets)):
+                outputs = self._call(inputs, kwargs, targets)
+            self._swap.keep_outputs(micro_index, outputs)
         if torch.is_grad_enabled():
             self._keep(micro_index, inputs, outputs)
         return outputs
+
+    def _call(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> tuple[Any, ...]:
+        if not self.is_last or (targets is None and self.loss_fn is None):
+            outputs = self.module(*inputs, **kwargs)
+        elif self.loss_fn is not None:
+            outputs = self.loss_fn(self.module(*inputs, **kwargs), targets)
+        else:
+            outputs = self.module(*inputs, **kwargs, targets=targets)
+        return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
     def _keep(self, micro_index: int, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
         positions = [at for at, each in enumerate(inputs) if isinstance(each, Tensor) and each.requires_grad]
@@ -130,6 +144,7 @@ class ModuleStage:
         roots, grads = _with_gradient(flight.roots, output_grads)
         if roots:
             torch.autograd.backward(roots, grads)
+        self._swap.forget(micro_index)
         return _spread(flight, _take_grads(flight.inputs))
 
     def backward_input(self, micro_index: int, output_grads: Grads) -> Grads:
@@ -151,6 +166,7 @@ class ModuleStage:
         flight = self._in_flight.pop(micro_index)
         self._units.before_weight_grads()
         backward_weight(flight.pending)
+        self._swap.forget(micro_index)
         self._units.after_weight_grads()
 
     def unshard(self) -> None:
@@ -165,8 +181,13 @@ class ModuleStage:
         """See Stage."""
         self._units.reduce_grad()
 
+    def swap_space(self) -> SwapSpace:
+        """See Stage."""
+        return self._swap
+
     def recover(self) -> None:
         """See Stage."""
+        self._swap.forget_all()
         self._in_flight.clear()
         self._units.recover()
 

@@ -36,7 +36,8 @@ _SENDS = frozenset({_T.FWD_SEND, _T.BWD_SEND, _T.DATA_SEND})
 class StepRun:
     """The state of one pass over the program, training or evaluation.
 
-    micro_batches: by micro-batch index, what comes from outside; None where DATA steps bring it.
+    source: what comes from outside, by micro-batch; DATA_LOAD steps read it, or all of it is read at the start.
+    micro_batches: what has been read so far; empty inputs where other ranks read.
     is_uniform: whether all micro-batches have inputs of the same shapes, so that one header serves the whole pass.
     loss_grad: gradient of each micro-batch's loss, a scalar tensor; None in evaluation.
     """
@@ -46,9 +47,11 @@ class StepRun:
     wires: Wires
     inboxes: dict[tuple[Traffic, int], Inbox]
     outboxes: dict[tuple[Traffic, int], Outbox]
-    micro_batches: list[StageInputs | None]
+    source: Sequence[StageInputs | None]
+    micro_batches: list[StageInputs]
     is_uniform: bool
     loss_grad: Tensor | None
+    receives_targets: Inbox | None = None  # on the last stage's rank, if the schedule carries targets
     losses: list[Tensor] = field(default_factory=list)
     activations: dict[Place, tuple[Any, ...]] = field(default_factory=dict)  # from a stage on this rank
     output_grads: dict[Place, Grads] = field(default_factory=dict)  # from a stage on this rank
@@ -63,7 +66,7 @@ class StepRun:
         stage, batch = self.stages[stage_index], self.micro_batches[micro_index]
         inputs = self._inputs_of(stage_index, micro_index, batch)
         is_last = stage_index == stage.num_stages - 1
-        outputs = stage.forward(micro_index, inputs, batch.kwargs, batch.targets if is_last else None)
+        outputs = stage.forward(micro_index, inputs, batch.kwargs, self._targets_of(micro_index) if is_last else None)
         del inputs
         if is_last:
             self._note_loss(outputs)
@@ -96,6 +99,14 @@ class StepRun:
         """Run the other half."""
         self.stages[stage_index].backward_weight(micro_index)
         self._release_both(stage_index, micro_index)
+
+    def load(self, micro_index: int) -> None:
+        """Read a micro-batch from its source, to the device, and leave its targets for the last stage's rank."""
+        batch = self.source[micro_index]
+        assert batch is not None, f"no inputs for micro-batch {micro_index} on the rank that loads them"
+        batch = self.micro_batches[micro_index] = _on_device(batch, self.wires.device)
+        if (Traffic.DATA, 0) in self.outboxes:
+            self.outgoing[Traffic.DATA, 0, micro_index] = (batch.targets,)
 
     def transfer(self, steps: Sequence[MetaStep]) -> None:
         """Start sends and receives, as one batch if the transport batches. Receives are waited for where consumed."""
@@ -144,6 +155,16 @@ class StepRun:
             self.outboxes[key].sent(step.micro_index, works, operations)
         elif operations:
             self.inboxes[key].posted(step.micro_index, works)
+
+    def _targets_of(self, micro_index: int) -> Any:
+        """The loss's targets: received, if the schedule carries them, else from outside."""
+        inbox = self.receives_targets
+        if inbox is None:
+            return self.micro_batches[micro_index].targets
+        (targets,) = inbox.take(micro_index)
+        targets = targets.clone()  # autograd saves them, while the buffer is for the next micro-batch's
+        inbox.release(micro_index)
+        return targets
 
     def _inputs_of(self, stage_index: int, micro_index: int, batch: StageInputs) -> tuple[Any, ...]:
         if stage_index == 0:
@@ -216,16 +237,31 @@ def _overlap(run: StepRun, step: MetaStep) -> None:
     run.execute(second)
 
 
+def _on_device(batch: StageInputs, device: torch.device) -> StageInputs:
+    def move(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    return StageInputs(
+        tuple(move(each) for each in batch.args), {name: move(each) for name, each in batch.kwargs.items()},
+        move(batch.targets),
+    )  # fmt: skip
+
+
 DEFAULT_HANDLERS: dict[MetaStepType, Handler] = {
     _T.FWD: _forward,
     _T.BWD: lambda run, step: run.backward(step.stage_index, step.micro_index),
     _T.BWD_INPUT: lambda run, step: run.backward_input(step.stage_index, step.micro_index),
     _T.BWD_WEIGHT: lambda run, step: run.backward_weight(step.stage_index, step.micro_index),
     **dict.fromkeys(_TRAFFIC, lambda run, step: run.transfer((step,))),
+    _T.DATA_LOAD: lambda run, step: run.load(step.micro_index),
     _T.BATCH_SEND_RECV: lambda run, step: run.transfer(step.sub_steps),
     _T.OVERLAP_F_B: _overlap,
     _T.OVERLAP_B_F: _overlap,
     _T.FSDP_UNSHARD: lambda run, step: run.stages[step.stage_index].unshard(),
     _T.FSDP_RESHARD: lambda run, step: run.stages[step.stage_index].reshard(),
     _T.FSDP_REDUCE_GRAD: lambda run, step: run.stages[step.stage_index].reduce_grad(),
+    _T.SWAP_LAUNCH_OFFLOAD: lambda run, step: run.stages[step.stage_index].swap_space().launch_offload(step.micro_index),
+    _T.SWAP_WAIT_OFFLOAD: lambda run, step: run.stages[step.stage_index].swap_space().wait_offload(step.micro_index),
+    _T.SWAP_LAUNCH_LOAD: lambda run, step: run.stages[step.stage_index].swap_space().launch_load(step.micro_index),
+    _T.SWAP_WAIT_LOAD: lambda run, step: run.stages[step.stage_index].swap_space().wait_load(step.micro_index),
 }
