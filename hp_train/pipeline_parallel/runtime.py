@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -22,8 +23,9 @@ from hp_train.pipeline_parallel.microbatch import StageInputs
 from hp_train.pipeline_parallel.sentinel import PipelineError, PipelineHang, Sentinel, Standing
 from hp_train.pipeline_parallel.stage import Stage
 from hp_train.pipeline_parallel.step_run import DEFAULT_HANDLERS, Handler, StepRun
+from hp_train.pipeline_parallel.trace import Recorder, join_timelines
 from hp_train.pipeline_parallel.transport import Traffic, Wires, edges_of
-from hp_train.schedule import MetaStep, MetaStepType, Schedule, schedule_hash, verify
+from hp_train.schedule import MetaStep, MetaStepType, Schedule, Span, Timeline, schedule_hash, verify
 from hp_train.schedule.steps import FSDP_TYPES, OVERLAP_TYPES, P2P_TYPES
 
 _T = MetaStepType
@@ -70,6 +72,9 @@ class PipelineRuntime:
         global_ranks = dist.get_process_group_ranks(group)
         self._global_rank = global_ranks[self.pp_rank]
         self._position, self._step = -1, "start"
+        self._recorder: Recorder | None = None
+        self._records_next, self._num_recorded = False, 0
+        self._spans: list[Span] = []
         self._wires: Wires | None = None
         self._sentinel = Sentinel(global_ranks, self.pp_rank, self._standing)
         self._sentinel.compare(sha256((schedule_hash(schedule, transport) + config_digest).encode()).hexdigest())
@@ -109,7 +114,10 @@ class PipelineRuntime:
         grad = torch.as_tensor(loss_scale, dtype=torch.float32, device=self.device)
         for stage in self._stages.values():
             stage.begin_step(self._swapped.get(stage.stage_index, frozenset()))
+        self._recorder = Recorder(self.pp_rank, self.device) if self._records_next else None
         losses = self._run(micro_batches, grad)
+        if self._recorder is not None:
+            self._spans, self._recorder, self._records_next = self._recorder.finish(), None, False
         if not self.schedule.has_any(FSDP_TYPES):
             for stage in self._stages.values():
                 stage.reduce_grad()
@@ -126,6 +134,18 @@ class PipelineRuntime:
         for stage in self._stages.values():
             stage.reshard()
         return self._sum(losses)
+
+    def record_next_step(self) -> None:
+        """Measure the next training step; every rank of the pipeline asks for the same one."""
+        self._records_next = True
+
+    def recorded_timeline(self) -> Timeline:
+        """The measured timeline of the step that was recorded, of all ranks; every rank calls it."""
+        assert self._recorder is None and self._spans, "no step has been recorded"
+        self._num_recorded += 1
+        spans, self._spans = self._spans, []
+        store, size = self._sentinel.store, self.schedule.pp_size
+        return join_timelines(spans, store, self.pp_rank, size, f"timeline_{self._num_recorded}")
 
     def close(self) -> None:
         """Let go of groups and the watching thread. The runtime is of no more use."""
@@ -146,17 +166,23 @@ class PipelineRuntime:
         )  # fmt: skip
         try:
             self._begin(program)
-            handlers = self._handlers
-            for position, step in enumerate(program):
-                self._position, self._step = position, step
-                if self._sentinel.failure is not None:
-                    raise RuntimeError("another rank of the pipeline has failed")
-                handlers[step.meta_type](run, step)
+            self._interpret(program, run)
             for outbox in self._outboxes.values():
                 outbox.finish()
         except Exception as error:
             self._fail(error)
         return run.losses
+
+    def _interpret(self, program: Sequence[MetaStep], run: StepRun) -> None:
+        handlers, sentinel, recorder = self._handlers, self._sentinel, self._recorder
+        for position, step in enumerate(program):
+            self._position, self._step = position, step
+            if sentinel.failure is not None:
+                raise RuntimeError("another rank of the pipeline has failed")
+            if recorder is None:
+                handlers[step.meta_type](run, step)
+            else:
+                recorder.measure(step, partial(handlers[step.meta_type], run, step), lambda: self._wires.waited_s)
 
     def _begin(self, program: Sequence[MetaStep]) -> None:
         expected: dict[tuple[Traffic, int], list[int]] = {key: [] for key in self._inboxes}

@@ -9,6 +9,7 @@ NCCL ignores tags and matches by order, which the proof has shown to agree.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -98,6 +99,7 @@ class Wires:
         self._transport, self._pp_rank = transport, pp_rank
         self._timeout = timedelta(seconds=timeout_s)
         self.waiting: tuple[Edge, int] | None = None  # read by another thread, to say where a rank stands
+        self.waited_s = 0.0  # in all waits so far
         own = [edge for edge in edges if pp_rank in (edge.source_rank, edge.target_rank)]
         self._tags = {edge: 1 + number for number, edge in enumerate(edges)}
         self._groups: dict[Edge, _Group] = {}
@@ -146,8 +148,10 @@ class Wires:
         what for.
         """
         self.waiting = (edge, micro_index)
+        begin_s = time.perf_counter()
         for work in works:
             work.wait()
+        self.waited_s += time.perf_counter() - begin_s
         self.waiting = None
 
     def close(self) -> None:
