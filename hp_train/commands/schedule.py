@@ -1,0 +1,133 @@
+"""Look at pipeline schedules and prove them: list, show, draw, lower, verify. Needs neither a recipe nor a GPU.
+
+No torch. SOURCE is a schedule's name, a CSV file, or `pkg.mod:builder`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from hp_train.errors import ExitCode, ScheduleError
+from hp_train.schedule import SCHEDULES, TRANSPORTS, Costs, Schedule, lower, save_schedule, simulate, verify
+from hp_train.schedule.draw import draw, draw_text
+from hp_train.schedule.sources import open_schedule
+from hp_train.schedule.text import format_schedule
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the verbs of `hp-train schedule` and their options."""
+    verbs = parser.add_subparsers(dest="action", required=True, metavar="list|show|draw|lower|verify")
+    verbs.add_parser("list", help="the built-in schedules")
+    show = verbs.add_parser("show", help="the schedule as text, ranks as rows")
+    picture = verbs.add_parser("draw", help="the schedule as a picture")
+    lowered = verbs.add_parser("lower", help="everything the ranks do, as CSV")
+    proof = verbs.add_parser("verify", help="prove that it can't deadlock or mix up tensors; exit 2 if refused")
+    for verb in (show, picture, lowered, proof):
+        _add_source(verb)
+    for verb in (show, picture):
+        verb.add_argument(
+            "--costs", default="1,1,1", metavar="F,I,W[,P2P]", help="cost of forward, input and weight gradient, transfer"
+        )
+    show.add_argument("--width", type=int, default=120, help="characters a line")
+    picture.add_argument("--out", default=None, metavar="PATH", help=".svg or .png; default: the schedule's name and .svg")
+    lowered.add_argument("--out", default=None, metavar="PATH", help="CSV file; default: standard output")
+    lowered.add_argument("--transport", default="plain", metavar="|".join(TRANSPORTS))
+    proof.add_argument("--transport", default=None, metavar="|".join(TRANSPORTS), help="default: each of them")
+    proof.add_argument("--max-activations", type=int, default=None, metavar="N", help="bound on activations held by a rank")
+    for verb in (lowered, proof):
+        _add_lowering(verb)
+
+
+def _add_source(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("source", metavar="NAME|FILE.csv|pkg.mod:builder")
+    verb.add_argument("--pp", type=int, default=None, metavar="N", help="pipeline ranks")
+    verb.add_argument("--microbatches", type=int, default=None, metavar="N", help="micro-batches in a step")
+    verb.add_argument("--stages-per-rank", type=int, default=None, metavar="N", help="default: what the schedule needs")
+
+
+def _add_lowering(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--fsdp", type=int, default=None, metavar="N", help="shard parameters, at most N stages unsharded")
+    verb.add_argument("--swap", type=int, default=None, metavar="N", help="swap activations idle for N compute steps")
+    verb.add_argument("--overlap", default=None, metavar="f_b|b_f", help="pair neighbouring forwards and backwards")
+    verb.add_argument("--data", action="store_true", help="load on the first rank, send targets to the last")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what `hp-train schedule` was asked; returns the exit code. Raises ScheduleError for a fault in the input."""
+    if args.action == "list":
+        return _list()
+    schedule = open_schedule(args.source, args.pp, args.microbatches, args.stages_per_rank, allow_code=True)
+    if args.action == "show":
+        return _show(schedule, args)
+    if args.action == "draw":
+        return _draw(schedule, args)
+    if args.action == "lower":
+        return _lower(schedule, args)
+    return _verify(schedule, args)
+
+
+def _list() -> int:
+    width = max(map(len, SCHEDULES))
+    for name, info in SCHEDULES.items():
+        stages = f"{info.stages_per_rank} stage{'s' if info.stages_per_rank > 1 else ''} a rank"
+        stages += "" if info.fixed_stages else " or any number"
+        print(f"{name:<{width}}  {info.summary} ({stages}; {info.source}; also {', '.join(info.torch_names)})")
+    return int(ExitCode.DONE)
+
+
+def _show(schedule: Schedule, args: argparse.Namespace) -> int:
+    timeline = simulate(schedule, _costs(args.costs))
+    if not sys.stdout.isatty():
+        print(draw_text(timeline, args.width))
+        return int(ExitCode.DONE)
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(draw_text(timeline, min(args.width, console.width), markup=True), soft_wrap=True)
+    return int(ExitCode.DONE)
+
+
+def _draw(schedule: Schedule, args: argparse.Namespace) -> int:
+    out = args.out or f"{args.source.rsplit('/')[-1].removesuffix('.csv').replace(':', '.')}.svg"
+    draw(simulate(schedule, _costs(args.costs)), out)
+    print(out)
+    return int(ExitCode.DONE)
+
+
+def _lower(schedule: Schedule, args: argparse.Namespace) -> int:
+    lowered = _lowered(schedule, args.transport, args)
+    if args.out is None:
+        print(format_schedule(lowered), end="")
+    else:
+        save_schedule(lowered, args.out)
+        print(args.out)
+    return int(ExitCode.DONE)
+
+
+def _verify(schedule: Schedule, args: argparse.Namespace) -> int:
+    code = ExitCode.DONE
+    for transport in TRANSPORTS if args.transport is None else (args.transport,):
+        proof = verify(_lowered(schedule, transport, args), transport, max_activations=args.max_activations)
+        if proof.ok:
+            peaks = " ".join(map(str, proof.peak_activations))
+            print(f"{args.source}: proven under {transport}; peak activations per rank: {peaks}")
+            continue
+        more = f" (and {len(proof.violations) - 1} more)" if len(proof.violations) > 1 else ""
+        print(f"{args.source}: refused under {transport}: {proof.violations[0]}{more}")
+        code = ExitCode.USER_ERROR
+    return int(code)
+
+
+def _lowered(schedule: Schedule, transport: str, args: argparse.Namespace) -> Schedule:
+    return lower(schedule, transport, fsdp=args.fsdp, swap=args.swap, overlap=args.overlap, data=args.data)
+
+
+def _costs(text: str) -> Costs:
+    try:
+        numbers = [float(number) for number in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (3, 4) or not all(0 <= number < float("inf") for number in numbers):
+        raise ScheduleError(f"--costs {text} must be three or four numbers of at least 0, like 1,1,1 or 2,3,2,0.5")
+    return Costs(*numbers)
