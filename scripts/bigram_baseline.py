@@ -2,9 +2,9 @@
 
     python scripts/bigram_baseline.py [RUN_DIR]
 
-The table counts the pairs of the training bytes, plus one for each of the 65,536 possible pairs (add-one smoothing), and
-is scored on the validation bytes in nats per byte: the same bytes, in the same unit, as `val_loss` of a byte-level run.
-A model that learnt no more than the table has not learnt from context.
+The table counts the pairs of the training bytes, plus one for each of the 65,536 possible pairs (add-one smoothing),
+and is scored on the validation bytes in nats per byte: the same bytes, in the same unit, as `val_loss` of a
+byte-level run. A model that learnt no more than the table has not learnt from context.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`hp-train data prepare INPUT...`: text files to a folder of memory-mapped tokens. Argument parsing and what is printed.
+"""`hp-train data prepare INPUT...`: text files to a folder of memory-mapped tokens.
 
-May import errors and `data`; never torch. The work is `hp_train.data.prepare`.
+Argument parsing and what is printed. May import errors and `data`; never torch. The work is `hp_train.data.prepare`.
 """
 
 from __future__ import annotations
@@ -22,22 +22,38 @@ PLAIN_REPORT_EVERY_S = 10.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verbs and options of `hp-train data`."""
     actions = parser.add_subparsers(dest="action", metavar="prepare", required=True)
-    prepare = actions.add_parser("prepare", help="turn text into memory-mapped tokens", description=__doc__.splitlines()[0])
-    prepare.add_argument(
-        "inputs", nargs="+", metavar="INPUT",
-        help=".txt (one document a file, or see --separator), .jsonl (one document a line), either also .gz, or a folder of them",
+    prepare = actions.add_parser(
+        "prepare", help="turn text into memory-mapped tokens", description=__doc__.splitlines()[0]
     )
     prepare.add_argument(
-        "--tokenizer", required=True, metavar="byte|FILE.json", help="bytes, or a tokenizer.json of the tokenizers library"
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help=".txt (a document each, or see --separator), .jsonl (a document a line), either also .gz, or a folder of them",
+    )
+    prepare.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="byte|FILE.json",
+        help="bytes, or a tokenizer.json of the tokenizers library",
     )
     prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to make; must not exist yet")
-    prepare.add_argument("--field", default="text", metavar="NAME", help="field of a JSONL line that holds the text (text)")
+    prepare.add_argument(
+        "--field", default="text", metavar="NAME", help="field of a JSONL line that holds the text (text)"
+    )
     prepare.add_argument("--separator", metavar="LINE", help="a line that ends a document in .txt files")
     prepare.add_argument(
-        "--eos", action=argparse.BooleanOptionalAction, default=True, help="put an end-of-document token after each document"
+        "--eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="put an end-of-document token after each document",
     )
-    prepare.add_argument("--eos-token", metavar="TOKEN", help="the end-of-document token, if the tokenizer's is not recognised")
-    prepare.add_argument("--workers", default="1", metavar="N", help="processes that encode (1); the result is the same for any")
+    prepare.add_argument(
+        "--eos-token", metavar="TOKEN", help="the end-of-document token, if the tokenizer's is not recognised"
+    )
+    prepare.add_argument(
+        "--workers", default="1", metavar="N", help="processes that encode (1); the result is the same for any"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,14 +106,20 @@ def _option_faults(args: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def _progress() -> Iterator[Callable]:
-    """A function to call with each `Progress`: draws a bar on a terminal, else prints a line now and then; to stderr."""
+    """A function to call with each `Progress`: draws a bar on a terminal, else prints a line now and then."""
     if not sys.stderr.isatty():
         yield _PlainReport()
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    columns = (
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=None)
         yield lambda progress: bar.update(
@@ -120,7 +142,8 @@ class _PlainReport:
         print(
             f"read {progress.read_bytes / 1e6:,.0f} of {progress.total_bytes / 1e6:,.0f} MB ({percent:.0f}%), "
             f"{_counts(progress)}",
-            file=sys.stderr, flush=True,
+            file=sys.stderr,
+            flush=True,
         )
 
 

@@ -44,9 +44,7 @@ class SourceInfo:
     longest_document: int | None
     fingerprint: str
 
-    def faults(
-        self, *, seq_len: int, vocab_size: int, document_boundaries: str, evaluates: bool
-    ) -> list[str]:
+    def faults(self, *, seq_len: int, vocab_size: int, document_boundaries: str, evaluates: bool) -> list[str]:
         """One line for each reason why a run with these settings, evaluating or not, cannot read this data."""
         if self.num_train_tokens is None or self.max_token_id_bound is None:
             return []
@@ -58,8 +56,8 @@ class SourceInfo:
             )
         if self.max_token_id_bound >= vocab_size:
             found.append(
-                f"model.vocab_size={vocab_size} is too small: data={self.name} holds token id {self.max_token_id_bound}; "
-                f"use {self.max_token_id_bound + 1} or more"
+                f"model.vocab_size={vocab_size} is too small: data={self.name} holds token id "
+                f"{self.max_token_id_bound}; use {self.max_token_id_bound + 1} or more"
             )
         if document_boundaries == "pad":
             if self.longest_document is not None and self.longest_document < 2:
@@ -118,7 +116,8 @@ def _describe_tokens(config: DataConfig) -> SourceInfo:
     val = TokenIndex.read(config.val_path, key="data.val_path")
     if val.vocabulary != train.vocabulary:
         faults.append(
-            f"data.val_path was prepared with the tokenizer {_named(val)}, data.path with {_named(train)}; use one for both"
+            f"data.val_path was prepared with the tokenizer {_named(val)}, data.path with {_named(train)}; "
+            "use one for both"
         )
     if faults:
         raise ConfigError(*faults)

@@ -1,9 +1,9 @@
 """Batches to the device, one step ahead of the training loop.
 
-May import torch, and of ours `data` only. A background thread reads the micro-batches of the next step while the current
-one computes, so that disk and hashing cost the loop nothing unless they are slower than it; how long the loop had to wait is
-handed over with each step. Reading and pinning are the thread's, copying to the device is the caller's, on the caller's
-stream: no synchronisation between streams is needed.
+May import torch, and of ours `data` only. A background thread reads the micro-batches of the next step while the
+current one computes, so that disk and hashing cost the loop nothing unless they are slower than it; how long the loop
+had to wait is handed over with each step. Reading and pinning are the thread's, copying to the device is the
+caller's, on the caller's stream: no synchronisation between streams is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class MicroBatch:
     """One forward's worth of sequences, on the device.
 
     tokens [B, S] int64, targets [B, S] int64 (-100: not predicted), positions [B, S] int64 or None (0, 1, ...),
-    attention_mask [B, 1, S, S] bool, True where the query (third axis) may attend to the key (last); None: plain causal.
+    attention_mask [B, 1, S, S] bool, True where the query (third axis) may attend to the key (last); None: plain
+    causal.
     num_targets: how many targets are not -100, counted on the host, so that asking costs no synchronisation.
     """
 

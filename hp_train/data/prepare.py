@@ -1,8 +1,8 @@
 """Text to a folder of tokens: read, encode in parallel, write in order. Never torch.
 
-One process reads the inputs and writes the result; encoding runs in `num_workers` processes. At most a few tasks for each
-worker are under way, and their results are written in the order of the inputs: memory is bounded, whatever the size of
-the corpus, and the bytes do not depend on the number of workers.
+One process reads the inputs and writes the result; encoding runs in `num_workers` processes. At most a few tasks for
+each worker are under way, and their results are written in the order of the inputs: memory is bounded, whatever the
+size of the corpus, and the bytes do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -98,17 +98,18 @@ class _Reader:
         return self._finished_bytes + (self._current.num_read if self._current else 0)
 
     def tasks(self, field: str, separator: str | None) -> Iterator[Task]:
-        for self._current in self.files:
-            yield from self._current.tasks(field, separator)
-            self._finished_bytes += self._current.num_read
+        for file in self.files:
+            self._current = file
+            yield from file.tasks(field, separator)
             self._current = None
+            self._finished_bytes += file.num_read
 
     def sources(self) -> list[dict[str, Any]]:
         return [{"name": file.path.name, "bytes": file.num_read, "sha256": file.sha256} for file in self.files]
 
 
 def _end_of_document(tokenizer: ByteTokenizer | FileTokenizer, name: str, eos_token: str | None) -> int:
-    """Id of the end-of-document token. Raises ConfigError if the tokenizer has none by that name, or none that is known."""
+    """Id of the end-of-document token. Raises ConfigError if the tokenizer has none by that name, or no known one."""
     if eos_token is not None:
         eos_id = tokenizer.token_id(eos_token) if isinstance(tokenizer, FileTokenizer) else None
         if eos_id is None:

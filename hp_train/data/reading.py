@@ -1,7 +1,8 @@
-"""Input files to pieces of work: a stream of `Task`s, each small enough to hold, in the order of the inputs. Never torch.
+"""Input files to pieces of work: a stream of `Task`s, each small enough to hold, in the order of the inputs.
 
-Reading is one process's job and does no more than find line ends; parsing and encoding (`encode_task`) run in the workers.
-.txt is one document, or several where a separator line is given; .jsonl is a document a line. Both may be gzipped.
+Never torch. Reading is one process's job and does no more than find line ends; parsing and encoding (`encode_task`) run in the
+workers. .txt is one document, or several where a separator line is given; .jsonl is a document a line. Both may be
+gzipped.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def find_inputs(inputs: Sequence[str | Path]) -> list[Path]:
 
 
 def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:
-    """Tokens of `task`. Raises ConfigError naming file and line for text that is not UTF-8 or not the JSON asked for."""
+    """Tokens of `task`. Raises ConfigError naming file and line for what is not UTF-8, or not the JSON asked for."""
     _check_utf8(task)
     if task.field is None:
         (ids,) = tokenizer.encode([task.data])
@@ -193,14 +194,18 @@ def _parse_lines(task: Task, field: str) -> Iterator[str]:
         if not isinstance(document, dict):
             raise ConfigError(f"{where}: not a JSON object but a {type(document).__name__}")
         if field not in document:
-            raise ConfigError(f"{where}: no field {field!r}; it has {', '.join(map(repr, document)) or 'none'}; use --field")
+            raise ConfigError(
+                f"{where}: no field {field!r}; it has {', '.join(map(repr, document)) or 'none'}; use --field"
+            )
         text = document[field]
         if not isinstance(text, str):
             raise ConfigError(f"{where}: field {field!r} is not text but a {type(text).__name__}")
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"{where}: field {field!r} holds half of a surrogate pair, which is no character") from None
+            raise ConfigError(
+                f"{where}: field {field!r} holds half of a surrogate pair, which is no character"
+            ) from None
         yield text
 
 
@@ -214,7 +219,7 @@ def _without_mark(stream: BinaryIO | _Hashed) -> Iterator[bytes]:
 
 
 def _split_at(blocks: Iterator[bytes], separator: bytes) -> Iterator[bytes | None]:
-    """Text of `blocks`, with None in place of each line that equals `separator`. Holds a block and a line's beginning."""
+    """Text of `blocks`, with None in place of each line that equals `separator`. Holds a block, never a whole line."""
     rest = b""  # the beginning of a line, held back while it may still become the separator
     inside_line = False  # the line's beginning has been given out already
     for block in blocks:

@@ -1,8 +1,9 @@
 """From global sample indices to batches of tokens, in numpy; knows no rank and no device.
 
-May import errors and the other modules of `data` that are free of torch. A corpus is a memory-mapped run of tokens with
-the offsets of its documents. `Packed` and `OnePerDocument` cut it into windows of at most seq_len + 1 tokens, one for each
-sequence; `CorpusSource` looks up the window of a sample and lays inputs, targets, positions and document ids out of it.
+May import errors and the other modules of `data` that are free of torch. A corpus is a memory-mapped run of tokens
+with the offsets of its documents. `Packed` and `OnePerDocument` cut it into windows of at most seq_len + 1 tokens,
+one for each sequence; `CorpusSource` looks up the window of a sample and lays inputs, targets, positions and document
+ids out of it.
 
 The three ways to treat document boundaries:
     attend   documents back to back; attention, positions and targets run across them
@@ -89,7 +90,9 @@ def open_data(config: DataConfig, seq_len: int, seed: int, split: str, vocab_siz
     corpus = _open_shakespeare(split) if config.name == "shakespeare" else _open_tokens(config, split)
     source = CorpusSource(corpus, boundaries, seq_len, None if split == "val" else seed, vocab_size)
     if source.num_sequences == 0:
-        raise ConfigError(f"data={config.name}: the {split} part, {len(corpus.tokens):,} tokens, leaves nothing to predict")
+        raise ConfigError(
+            f"data={config.name}: the {split} part, {len(corpus.tokens):,} tokens, leaves nothing to predict"
+        )
     return source
 
 
@@ -135,7 +138,7 @@ class CorpusSource:
     def _documents(
         self, starts: NDArray[np.int64], stops: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Document ids and positions, [batch, seq + 1]: ids count from 0 in each row, padding is a document of its own."""
+        """Document ids and positions, [batch, seq + 1]: ids count from 0 in each row, padding is one more document."""
         begins = np.zeros((len(starts), self._seq_len + 1), dtype=np.int64)
         for row, start, stop in zip(begins, starts, stops, strict=True):
             row[self._corpus.offsets.strictly_inside(start, stop) - start] = 1

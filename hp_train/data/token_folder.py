@@ -34,7 +34,7 @@ OFFSET_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a tokenizer's ids mean. `size` counts the special tokens; `sha256` is of the tokenizer file, None for bytes."""
+    """What a tokenizer's ids mean. `size` counts special tokens too; `sha256` is of the tokenizer file, None for bytes."""
 
     tokenizer: str
     sha256: str | None
@@ -77,7 +77,9 @@ class TokenIndex:
         except _WrongVersion as error:
             raise ConfigError(f"{setting}: {error}; prepare the data again") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{setting}: {INDEX_FILE} is damaged ({_in_one_line(error)}); prepare the data again") from None
+            raise ConfigError(
+                f"{setting}: {INDEX_FILE} is damaged ({_in_one_line(error)}); prepare the data again"
+            ) from None
         index._check_sizes(folder, setting)
         return index
 

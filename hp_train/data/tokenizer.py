@@ -55,7 +55,9 @@ class FileTokenizer:
         try:
             data = Path(path).read_bytes()
         except OSError as error:
-            raise ConfigError(f"--tokenizer {path} cannot be read ({error.strerror}); use byte or a tokenizer.json") from None
+            raise ConfigError(
+                f"--tokenizer {path} cannot be read ({error.strerror}); use byte or a tokenizer.json"
+            ) from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises bare Exception for whatever is wrong in the file
@@ -92,8 +94,11 @@ def open_tokenizer(name: str) -> ByteTokenizer | FileTokenizer:
 
 
 def cut_point(text: bytes) -> int:
-    """Where to end the first piece of `text`, UTF-8 longer than PIECE_BYTES: after the last line end that leaves at most
-    PIECE_BYTES, else before the last blank (word pieces carry the blank in front), else between two characters."""
+    """Where to end the first piece of `text`, which is UTF-8 longer than PIECE_BYTES.
+
+    After the last line end within PIECE_BYTES, else before the last blank (word pieces carry the blank in front), else
+    between two characters.
+    """
     assert len(text) > PIECE_BYTES
     if (newline := text.rfind(b"\n", 0, PIECE_BYTES)) >= 0:
         return newline + 1

@@ -1,7 +1,7 @@
 """Writes a folder of prepared tokens so that it appears whole or not at all. Never torch.
 
-Everything goes to a temporary folder beside the target; at the end all files are synced to disk and one rename gives the
-folder its name. A process that dies in between leaves the temporary folder and never the target.
+Everything goes to a temporary folder beside the target; at the end all files are synced to disk and one rename gives
+the folder its name. A process that dies in between leaves the temporary folder and never the target.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def token_dtype(max_token_id: int) -> str:
 
 
 class TokenFolderWriter:
-    """Context manager: `add` tokens and documents in order, then `finish`. Leaving without `finish` removes all traces."""
+    """Context manager: `add` tokens and documents in order, then `finish`. Left without `finish`, it removes all traces."""
 
     def __init__(self, out: Path, dtype: str, eos_id: int | None) -> None:
         self._out = out
@@ -104,7 +104,7 @@ class TokenFolderWriter:
             self._max_token_id = max(self._max_token_id, int(ids.max()))
 
     def finish(self, vocabulary: Vocabulary, sources: list[dict[str, Any]], tokenizer_file: Path | None) -> TokenIndex:
-        """Write the index, sync everything and give the folder its name. `sources` holds name, bytes, sha256 of each input."""
+        """Write the index, sync all, give the folder its name. `sources` holds name, bytes, sha256 of each input."""
         assert self._document_start == self.num_tokens, "the last document is still open"
         sources_text = json.dumps(sources, indent=1) + "\n"
         index = TokenIndex(

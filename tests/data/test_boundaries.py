@@ -26,12 +26,14 @@ def corpus_of(lengths: list[int], begin: int = 0, end: int | None = None) -> Cor
     """Documents of distinct tokens, so that a misplaced token shows."""
     offsets = np.cumsum([0, *lengths], dtype=np.int64)
     end = int(offsets[-1]) if end is None else end
-    return Corpus(np.arange(1000, 1000 + offsets[-1], dtype=np.uint16)[begin:end], DocumentOffsets(offsets, begin, end), PAD)
+    return Corpus(
+        np.arange(1000, 1000 + offsets[-1], dtype=np.uint16)[begin:end], DocumentOffsets(offsets, begin, end), PAD
+    )
 
 
 @dataclass
 class Row:
-    """One sequence of the reference: input token (None: padding), target (None: ignored), position, keys attended to."""
+    """One sequence of the reference: input token (None: padding), target (None: ignored), position, visible keys."""
 
     tokens: list[int | None]
     targets: list[int | None]
@@ -106,7 +108,9 @@ def test_batches_equal_the_reference(
     tokens = list(range(1000, 1000 + total))
     starts = np.cumsum([0, *lengths])
     documents = [tokens[max(a, begin) : min(b, end)] for a, b in zip(starts[:-1], starts[1:], strict=True)]
-    expected = reference_rows([document for document in documents if document], boundaries, seq_len, keep_tail=seed is None)
+    expected = reference_rows(
+        [document for document in documents if document], boundaries, seq_len, keep_tail=seed is None
+    )
     source = CorpusSource(corpus_of(lengths, begin, end), boundaries, seq_len, seed, vocab_size=5000)
     n = len(expected)
     assert source.num_sequences == n
@@ -150,7 +154,7 @@ def write_folder(out: Path, lengths: list[int], first: int = 0) -> None:
 def test_the_last_tenth_is_held_out_unless_other_text_is_given(tmp_path: Path) -> None:
     write_folder(tmp_path / "train", [40, 60])
     write_folder(tmp_path / "val", [50], first=200)
-    config = DataSection(path=str(tmp_path / "train"))
+    config = DataSection(name="tokens", path=str(tmp_path / "train"))
     seen = open_data(config, 9, 0, "train", 260).batch(range(9))
     held_out = open_data(config, 9, 0, "val", 260).batch([0])
     assert sorted(np.unique(seen.tokens)) == list(range(81)) and seen.targets.max() == 81
@@ -164,7 +168,8 @@ def test_training_order_follows_the_seed_and_validation_does_not() -> None:
     config = DataSection(name="shakespeare")
     batches = {
         (split, seed): open_data(config, 64, seed, split, 260).batch(range(8)).tokens
-        for split in ("train", "val") for seed in (1, 2)
+        for split in ("train", "val")
+        for seed in (1, 2)
     }
     assert not np.array_equal(batches["train", 1], batches["train", 2])
     assert np.array_equal(batches["val", 1], batches["val", 2])
@@ -188,14 +193,36 @@ def test_random_tokens_depend_on_seed_split_and_sample_alone() -> None:
 @pytest.mark.parametrize(
     ("config", "seq_len", "vocab_size", "message"),
     [
-        (DataSection(name="shakespeare"), 900_000, 260, "trainer.seq_len=900000 is longer than the data: 820,314 training tokens"),
-        (DataSection(name="shakespeare"), 64, 100, "model.vocab_size=100 is too small: data=shakespeare holds token id 127"),
-        (DataSection(name="shakespeare", tokenizer="x.json"), 64, 260, "data.tokenizer=x.json: data=shakespeare is read as bytes"),
-        (DataSection(), 64, 260, "data.path is not set: data=tokens needs a folder made by `hp-train data prepare"),
+        (
+            DataSection(name="shakespeare"),
+            900_000,
+            260,
+            "trainer.seq_len=900000 is longer than the data: 820,314 training tokens",
+        ),
+        (
+            DataSection(name="shakespeare"),
+            64,
+            100,
+            "model.vocab_size=100 is too small: data=shakespeare holds token id 127",
+        ),
+        (
+            DataSection(name="shakespeare", tokenizer="x.json"),
+            64,
+            260,
+            "data.tokenizer=x.json: data=shakespeare is read as bytes",
+        ),
+        (
+            DataSection(name="tokens"),
+            64,
+            260,
+            "data.path is not set: data=tokens needs a folder made by `hp-train data prepare",
+        ),
         (DataSection(name="shakespear"), 64, 260, "data.name=shakespear is unknown; use shakespeare, tokens, random"),
     ],
 )
-def test_data_that_does_not_fit_is_refused_in_one_line(config: DataSection, seq_len: int, vocab_size: int, message: str) -> None:
+def test_data_that_does_not_fit_is_refused_in_one_line(
+    config: DataSection, seq_len: int, vocab_size: int, message: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         open_data(config, seq_len, 0, "train", vocab_size)
     assert refused.value.messages[0].startswith(message)
@@ -204,7 +231,7 @@ def test_data_that_does_not_fit_is_refused_in_one_line(config: DataSection, seq_
 
 def test_documents_of_one_token_leave_nothing_to_predict(tmp_path: Path) -> None:
     write_folder(tmp_path / "singles", [1] * 50)
-    config = DataSection(path=str(tmp_path / "singles"), document_boundaries="pad")
+    config = DataSection(name="tokens", path=str(tmp_path / "singles"), document_boundaries="pad")
     with pytest.raises(ConfigError, match="no document is longer than one token"):
         open_data(config, 8, 0, "train", 260)
 

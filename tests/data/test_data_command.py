@@ -29,10 +29,12 @@ def test_it_says_what_was_written_and_how_to_train_on_it(
     assert typed(monkeypatch, *words) == 0
     out, err = capsys.readouterr()
     first, second = out.splitlines()
-    assert first.startswith("my tokens: 3 documents (1 without text left out), 32 tokens as uint16, vocabulary 259 (byte), ")
+    assert first.startswith(
+        "my tokens: 3 documents (1 without text left out), 32 tokens as uint16, vocabulary 259 (byte), "
+    )
     assert second.endswith("data=tokens data.path='my tokens' model.vocab_size=259")
     assert err == ""
-    config = DataSection(path="my tokens", document_boundaries="pad")
+    config = DataSection(name="tokens", path="my tokens", document_boundaries="pad")
     assert describe_source(config).longest_document == 22
     assert bytes(open_data(config, 3, 0, "train", 259).batch([0]).tokens[0].astype("uint8"))
 
@@ -45,18 +47,40 @@ def test_it_says_what_was_written_and_how_to_train_on_it(
         (["prepare", "--tokenizer", "byte", "--out", "o"], "required: INPUT"),
         ([], "required: prepare"),
         (["prepar"], "invalid choice: 'prepar'"),
-        (["prepare", "a.txt", "--tokenizer", "byte", "--out", "o", "--workers", "0"], "--workers 0 is not a number of processes"),
-        (["prepare", "a.txt", "--tokenizer", "byte", "--out", "o", "--workers", "two"], "--workers two is not a number of"),
-        (["prepare", "a.txt", "--tokenizer", "byte", "--out", "o", "--separator", ""], "--separator must be the text of one line"),
-        (["prepare", "a.txt", "--tokenizer", "byte", "--out", "o", "--eos-token", "x", "--no-eos"], "--eos-token x has no effect"),
+        (
+            ["prepare", "a.txt", "--tokenizer", "byte", "--out", "o", "--workers", "0"],
+            "--workers 0 is not a number of processes",
+        ),
+        (
+            ["prepare", "a.txt", "--tokenizer", "byte", "--out", "o", "--workers", "two"],
+            "--workers two is not a number of",
+        ),
+        (
+            ["prepare", "a.txt", "--tokenizer", "byte", "--out", "o", "--separator", ""],
+            "--separator must be the text of one line",
+        ),
+        (
+            ["prepare", "a.txt", "--tokenizer", "byte", "--out", "o", "--eos-token", "x", "--no-eos"],
+            "--eos-token x has no effect",
+        ),
         (["prepare", "a.txt", "--tokenizer", "byte", "--out", "/"], "--out / is not the name of a new folder"),
-        (["prepare", "a.txt", "--tokenizer", "no.json", "--out", "o"], "--tokenizer no.json cannot be read (No such file"),
+        (
+            ["prepare", "a.txt", "--tokenizer", "no.json", "--out", "o"],
+            "--tokenizer no.json cannot be read (No such file",
+        ),
         (["prepare", "gone.txt", "--tokenizer", "byte", "--out", "o"], "gone.txt does not exist"),
-        (["prepare", "a.txt", "--tokenizer", "byte", "--out", "a.txt/o"], "--out a.txt/o cannot be made: a.txt is not a folder"),
+        (
+            ["prepare", "a.txt", "--tokenizer", "byte", "--out", "a.txt/o"],
+            "--out a.txt/o cannot be made: a.txt is not a folder",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(
-    words: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("text")

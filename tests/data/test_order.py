@@ -20,7 +20,9 @@ def test_every_epoch_visits_every_sequence_once(seed: int, epoch: int, n: int) -
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=SEEDS, n=st.integers(1, MAX_SEQUENCES), samples=st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=20))
+@given(
+    seed=SEEDS, n=st.integers(1, MAX_SEQUENCES), samples=st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=20)
+)
 def test_a_sample_means_the_same_in_any_company(seed: int, n: int, samples: list[int]) -> None:
     together = sequence_indices(seed, samples, n)
     assert together.tolist() == [sequence_index(seed, sample, n) for sample in samples]
@@ -39,7 +41,7 @@ def test_seeds_and_epochs_give_unrelated_orders() -> None:
     n = 5000
     orders = np.stack([sequence_indices(seed, np.arange(2 * n), n).reshape(2, n) for seed in range(10)]).reshape(20, n)
     correlation = np.corrcoef(orders) - np.eye(20)
-    # 190 pairs of independent orders: each correlation has standard deviation 1 / sqrt(n); 5 of them leave room for all.
+    # Independent orders: a correlation has standard deviation 1 / sqrt(n); 5 of them leave room for 190 pairs.
     assert np.abs(correlation).max() < 5 / np.sqrt(n)
     # Neighbours stay neighbours about as often as in a random order (2 of n pairs), not more.
     neighbours = (np.abs(np.diff(orders, axis=1)) == 1).sum(axis=1)
@@ -57,5 +59,7 @@ def test_every_order_of_a_few_sequences_occurs_about_equally_often(n: int) -> No
 
 
 def test_the_hash_depends_on_every_word_and_on_their_order() -> None:
-    hashes = {int(hash_words(*words)[0]) for words in [(1, 2), (2, 1), (1, 2, 0), (1,), (2,), (0, 1, 2), (1 + 2**63, 2)]}
+    hashes = {
+        int(hash_words(*words)[0]) for words in [(1, 2), (2, 1), (1, 2, 0), (1,), (2,), (0, 1, 2), (1 + 2**63, 2)]
+    }
     assert len(hashes) == 7

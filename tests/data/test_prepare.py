@@ -26,7 +26,9 @@ from hp_train.data.tokenizer import FileTokenizer, cut_into_pieces
 from hp_train.errors import ConfigError, HpTrainError
 
 EOS = 257
-TEXT = "Now is the winter of our discontent\nMade glorious summer by this sun of York; \u2014 \u00e9t\u00e9 \U0001f3ad\n"
+TEXT = (
+    "Now is the winter of our discontent\nMade glorious summer by this sun of York; \u2014 \u00e9t\u00e9 \U0001f3ad\n"
+)
 
 
 def documents_of(folder: Path) -> list[list[int]]:
@@ -53,7 +55,9 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_documents_come_back_as_they_were(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text(TEXT)
-    (tmp_path / "in" / "b.jsonl").write_text('{"text": "one", "id": 1}\n\n{"text": ""}\n{"id": 2, "text": "two\\n\\u00e9"}\r\n')
+    (tmp_path / "in" / "b.jsonl").write_text(
+        '{"text": "one", "id": 1}\n\n{"text": ""}\n{"id": 2, "text": "two\\n\\u00e9"}\r\n'
+    )
     (tmp_path / "in" / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}'))
     (tmp_path / "in" / "d.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbffour"))
     (tmp_path / "in" / "notes.pdf").write_bytes(b"\xff")  # not a kind of file that is read
@@ -99,7 +103,12 @@ def test_any_number_of_workers_writes_the_same_bytes(kind: str, bpe: Path, tmp_p
 
 
 @settings(max_examples=60, deadline=None)
-@given(parts=st.lists(st.sampled_from(["a", "\u00e9", "\U0001f3ad", " ", "\n", "--", "--\n", "\n--\n", "\r\n", "long word"]), max_size=60))
+@given(
+    parts=st.lists(
+        st.sampled_from(["a", "\u00e9", "\U0001f3ad", " ", "\n", "--", "--\n", "\n--\n", "\r\n", "long word"]),
+        max_size=60,
+    )
+)
 def test_pieces_and_separators_do_not_depend_on_how_the_file_is_read(
     parts: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -156,7 +165,10 @@ def test_a_long_document_gives_the_same_tokens_from_text_and_from_jsonl(
 BAD_INPUTS = {
     "not JSON": (b'{"text": "a"}\n{"text": \n', "in.jsonl:2: not JSON (Expecting value"),
     "not an object": (b'["text"]\n', "in.jsonl:1: not a JSON object but a list"),
-    "field missing": (b'{"text": "a"}\n\n{"body": "b", "id": 1}\n', "in.jsonl:3: no field 'text'; it has 'body', 'id'; use --field"),
+    "field missing": (
+        b'{"text": "a"}\n\n{"body": "b", "id": 1}\n',
+        "in.jsonl:3: no field 'text'; it has 'body', 'id'; use --field",
+    ),
     "field not text": (b'{"text": 5}\n', "in.jsonl:1: field 'text' is not text but a int"),
     "half a character": (b'{"text": "\\ud800"}\n', "in.jsonl:1: field 'text' holds half of a surrogate pair"),
     "not UTF-8": (b'{"text": "a"}\n{"text": "b"}\n{"text": "\xff"}\n', "in.jsonl:3: not UTF-8 text (byte 0xff)"),
@@ -235,7 +247,9 @@ def test_end_of_document_must_be_known(bpe: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     nameless = tmp_path / "nameless.json"
     nameless.write_text(bpe.read_text().replace("<|endoftext|>", "<end>"))
-    with pytest.raises(ConfigError, match="has no end-of-document token of a known name; use --eos-token TOKEN or --no-eos"):
+    with pytest.raises(
+        ConfigError, match="has no end-of-document token of a known name; use --eos-token TOKEN or --no-eos"
+    ):
         prepare([tmp_path / "a.txt"], tmp_path / "out", str(nameless))
     with pytest.raises(ConfigError, match="--eos-token <stop>: the tokenizer .* has no such token"):
         prepare([tmp_path / "a.txt"], tmp_path / "out", str(nameless), eos_token="<stop>")
@@ -272,7 +286,9 @@ def test_memory_does_not_grow_with_the_corpus(line_bytes: int, tmp_path: Path) -
     for name, num_mib in (("small", 2), ("large", 48)):
         file = tmp_path / f"{name}.txt"
         with open(file, "wb") as out:
-            block = (b"x" * min(line_bytes - 1, 1 << 20) + (b"\n" if line_bytes < 1 << 20 else b"")) * max(1, (1 << 20) // line_bytes)
+            block = (b"x" * min(line_bytes - 1, 1 << 20) + (b"\n" if line_bytes < 1 << 20 else b"")) * max(
+                1, (1 << 20) // line_bytes
+            )
             for _ in range(num_mib):
                 out.write(block)
         command = [sys.executable, "-c", MEASURED, str(file), str(tmp_path / name)]
@@ -305,4 +321,6 @@ def test_a_process_killed_in_the_middle_leaves_no_folder_and_no_worker(tmp_path:
 
 
 def worker_processes(pid: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(pid).children(recursive=True) if "spawn_main" in " ".join(child.cmdline())]
+    return [
+        child for child in psutil.Process(pid).children(recursive=True) if "spawn_main" in " ".join(child.cmdline())
+    ]

@@ -24,7 +24,15 @@ def test_it_is_clean_ascii_with_seven_plays() -> None:
     text = shakespeare.load_text().decode("ascii")
     assert not set(text) & set("*_#\\\t\r")
     lines = text.split("\n")
-    titles = ["Romeo and Juliet", "A Midsummer Night's Dream", "Hamlet", "Othello", "King Lear", "Macbeth", "The Tempest"]
+    titles = [
+        "Romeo and Juliet",
+        "A Midsummer Night's Dream",
+        "Hamlet",
+        "Othello",
+        "King Lear",
+        "Macbeth",
+        "The Tempest",
+    ]
     places = [lines.index(title) for title in titles]
     assert places == sorted(places) and lines.count("ACT V") == 7
     assert "To be, or not to be: that is the question:" in lines

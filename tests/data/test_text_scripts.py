@@ -38,7 +38,8 @@ def test_the_last_validation_loss_of_a_run_is_found(tmp_path: Path) -> None:
 
 def test_mark_up_goes_and_words_stay() -> None:
     markdown = (
-        "# Hamlet\n\n## ACT I\n\n_Enter HAMLET,\nreading_\n\n**HAMLET**  \n_\\[Aside]_  \nWords, words'\\--  \nwords.\n\n\n\n"
+        "# Hamlet\n\n## ACT I\n\n_Enter HAMLET,\nreading_\n\n"
+        "**HAMLET**  \n_\\[Aside]_  \nWords, words'\\--  \nwords.\n\n\n\n"
         "_Enter Priest, & c_\n\n__\\[Reads]_\nno\u2014\n"
     )
     assert load("build_shakespeare").plain_text(markdown) == (

@@ -53,7 +53,10 @@ DAMAGE = {
     "unknown dtype": (edit(dtype="int128"), "index.json is damaged (ValueError: dtype 'int128' is none of uint8"),
     "bool for a count": (edit(num_tokens=True), "index.json is damaged (ValueError: num_tokens True is not a count"),
     "vocabulary missing": (edit(vocabulary=None), "index.json is damaged (TypeError"),
-    "no index": (lambda folder: (folder / INDEX_FILE).unlink(), "holds no prepared tokens; prepare it: hp-train data prepare"),
+    "no index": (
+        lambda folder: (folder / INDEX_FILE).unlink(),
+        "holds no prepared tokens; prepare it: hp-train data prepare",
+    ),
 }
 
 

@@ -27,7 +27,9 @@ def load_text() -> bytes:
     except (OSError, EOFError, zlib.error) as error:
         raise HpTrainError(f"{TEXT_FILE} cannot be read ({error}); install hp-train again") from error
     if hashlib.sha256(text).hexdigest() != TEXT_SHA256:
-        raise HpTrainError(f"{TEXT_FILE} is not the text that was shipped (its checksum differs); install hp-train again")
+        raise HpTrainError(
+            f"{TEXT_FILE} is not the text that was shipped (its checksum differs); install hp-train again"
+        )
     return text
 
 
