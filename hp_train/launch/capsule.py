@@ -42,7 +42,8 @@ def _git_state(folder: Path) -> dict[str, Any] | None:
     """Return commit and whether files differ from it; None for an installed wheel or a machine without git."""
 
     def ask(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True)
+        command = ["git", "-C", str(folder), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         return done.stdout.strip()
 
     try:

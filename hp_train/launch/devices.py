@@ -72,7 +72,8 @@ def plan_processes(config: TrainerConfig, devices: Devices | None = None) -> Pro
             usable = devices.visible // fixed * fixed
             return _refused(
                 f"fsdp.dp_shard_size=-1 takes all {devices.visible} visible GPUs, but the other mesh sizes make "
-                f"groups of {fixed}; use launcher.nproc_per_node={usable} or sizes whose product divides {devices.visible}"
+                f"groups of {fixed}; use launcher.nproc_per_node={usable} or sizes whose product divides "
+                f"{devices.visible}"
             )
         asked = max(devices.visible, fixed)
     if asked > devices.visible:
@@ -84,7 +85,7 @@ def plan_processes(config: TrainerConfig, devices: Devices | None = None) -> Pro
 
 
 def _processes_asked(config: TrainerConfig) -> int | None:
-    """Return the processes that config names; None if it leaves that to the machine (dp_shard_size=-1, nproc auto)."""
+    """Return the processes that config names; None if it leaves them to the machine (dp_shard_size=-1, nproc auto)."""
     if config.launcher.nproc_per_node != "auto":
         return int(config.launcher.nproc_per_node)
     return None if config.fsdp.dp_shard_size == -1 else _sizes_with(config, config.fsdp.dp_shard_size).world_size

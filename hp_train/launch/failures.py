@@ -23,7 +23,8 @@ _MOST_RANKS_LISTED = 16
 # What gloo, NCCL, TCPStore and sockets say when the other side is gone or does not answer.
 _COMMUNICATION = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|closed by peer|reset by peer|broken pipe|timed? ?out|"
-    r"socket (closed|timeout|error)|remote process exited|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|"
+    r"socket (closed|timeout|error)|remote process exited|ncclRemoteError|ncclSystemError|"
+    r"NCCL communicator was aborted|"
     r"(recv|send) failed|failed to (recv|send)|connectFullMesh|network error|unhandled system error|"
     r"watchdog caught collective|should dump",
     re.IGNORECASE,

@@ -21,6 +21,8 @@ from hp_train.training.run_context import StopRequest
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LAUNCHER_PID = "HP_TRAIN_LAUNCHER_PID"  # set for workers by the launcher
 _PR_SET_PDEATHSIG = 1
+# Not SIGHUP: the kernel sends it while the launcher is still dying, when getppid() does not tell yet.
+_PARENT_DIED = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
 _PARENT_POLL_S = 0.5
 
 
@@ -30,22 +32,21 @@ def hold_on(stop: StopRequest, failed_mark: Path) -> None:
     SIGINT, SIGTERM and SIGHUP set `stop`, unless `failed_mark` exists: then the worker exits at once, with
     nothing saved, because its peers are gone. When the launcher dies the worker's process group is killed.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, _PARENT_DIED))
     os.register_at_fork(after_in_child=_let_go)
+    threading.Thread(target=_take_signals, args=(stop, failed_mark), name="take-signals", daemon=True).start()
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is not None:
-        _die_with_parent(signal.SIGHUP)
+        _signal_when_parent_dies(_PARENT_DIED)
+        if os.getppid() != int(launcher):
+            _end_group()  # it died before the signal was asked for
         threading.Thread(target=_watch_parent, args=(int(launcher),), name="watch-parent", daemon=True).start()
-    parent = None if launcher is None else int(launcher)
-    threading.Thread(target=_take_signals, args=(stop, failed_mark, parent), name="take-signals", daemon=True).start()
-    if parent is not None and os.getppid() != parent:
-        _end_group()  # it died before the signal was asked for
 
 
-def _take_signals(stop: StopRequest, failed_mark: Path, launcher: int | None) -> None:
+def _take_signals(stop: StopRequest, failed_mark: Path) -> None:
     while True:
-        number = signal.sigwait(STOP_SIGNALS)
-        if launcher is not None and os.getppid() != launcher:
+        number = signal.sigwait((*STOP_SIGNALS, _PARENT_DIED))
+        if number == _PARENT_DIED:
             _end_group()
         if failed_mark.exists():
             os._exit(1)
@@ -68,12 +69,11 @@ def _end_group() -> None:
 
 
 def _let_go() -> None:
-    """In a child forked from a worker: default signals again, and die with the worker."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    _die_with_parent(signal.SIGKILL)
+    """In a child forked from a worker: hear signals as usual again."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, _PARENT_DIED))
 
 
-def _die_with_parent(number: signal.Signals) -> None:
+def _signal_when_parent_dies(number: signal.Signals) -> None:
     """Ask the kernel to send `number` when the parent's forking thread ends (prctl(2); Linux only)."""
     if sys.platform != "linux":
         return

@@ -69,13 +69,15 @@ def _count_devices(root: Path) -> int:
 
 
 def torch_obstacle(num_devices: int) -> str | None:
-    """Return why the installed torch cannot use this machine's NVIDIA devices, with the versions; None if none shows."""
+    """Return why the installed torch cannot use this machine's NVIDIA devices, with the versions; None if it can."""
     torch_version, torch_cuda = _torch_build()
     driver_cuda = _driver_cuda_version()
     have = f"{num_devices} NVIDIA GPU{'s' if num_devices > 1 else ''} ({describe_driver()})"
     way_out = "or train on the CPU with trainer.device=cpu"
     if torch_cuda is None:
-        return f"{have} that torch {torch_version} cannot use: it is built without CUDA; install a CUDA build, {way_out}"
+        return (
+            f"{have} that torch {torch_version} cannot use: it is built without CUDA; install a CUDA build, {way_out}"
+        )
     wanted = ".".join(map(str, torch_cuda))
     if driver_cuda is None:
         return (

@@ -62,7 +62,7 @@ def machine_identity() -> str:
 
 
 def process_start(pid: int) -> float | None:
-    """Return when process `pid` started (Linux: clock ticks since boot; elsewhere: epoch seconds); None if it is gone."""
+    """Return when process `pid` started (Linux: ticks since boot; elsewhere: epoch seconds); None if it is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:

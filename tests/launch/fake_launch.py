@@ -16,7 +16,8 @@ from hp_train.launch import local, start
 
 def main() -> int:
     root, plan, *settings = sys.argv[1:]
-    chosen = {"max_steps": 1000, "max_restarts": 0, "nproc": 2} | {k: int(v) for k, v in (s.split("=") for s in settings)}
+    chosen = {"max_steps": 1000, "max_restarts": 0, "nproc": 2}
+    chosen.update((key, int(value)) for key, value in (setting.split("=") for setting in settings))
     config = TrainerConfig()
     config.trainer.device = "cpu"
     config.trainer.max_steps = chosen["max_steps"]
