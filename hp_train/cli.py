@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
@@ -72,7 +71,9 @@ class _Parser(argparse.ArgumentParser):
 def _train(arguments: list[str], argv: list[str]) -> int:
     options = _parse_options(arguments)
     if options.version:
-        print(f"hp-train {importlib.metadata.version('hp-train')}")
+        from importlib.metadata import version  # slow to import
+
+        print(f"hp-train {version('hp-train')}")
         return 0
     from hp_train.config import compose
     from hp_train.config.override_check import Request, check_request

@@ -101,7 +101,7 @@ def run_hydra(flags: Sequence[str], request: Request, *, strict: bool = False) -
     def collect(config: DictConfig) -> None:
         hydra = HydraConfig.get()
         composition = finish(config, request)
-        overrides = tuple(hydra.overrides.task)
+        overrides = tuple(OmegaConf.to_container(hydra.overrides.task, resolve=False))
         composed.append(replace(composition, recipe=hydra.runtime.choices.get("recipe"), overrides=overrides))
 
     entry = hydra_main(config_path=str(CONFIGS), config_name=_PRIMARY, version_base=_VERSION_BASE)(collect)
@@ -157,10 +157,10 @@ def change(saved: Path, overrides: Sequence[str], recipe: str | None = None) -> 
         if found:
             raise ConfigError(*(f"{saved}: {fault.message}" for fault in found))
         tree = OmegaConf.merge(OmegaConf.structured(TrainerConfig), written)
-        for override in OverridesParser.create().parse_overrides(request.overrides):
-            section = override.key_or_group.rpartition(".")[0]
-            if section in OPTIONAL_SECTIONS and OmegaConf.select(tree, section) is None:
+        for section in request.sections_touched:
+            if OmegaConf.select(tree, section) is None:
                 OmegaConf.update(tree, section, SECTIONS[section]())
+        for override in OverridesParser.create().parse_overrides(request.overrides):
             OmegaConf.update(tree, override.key_or_group, override.value())
     except (OSError, AttributeError, *_HYDRA_ERRORS) as error:
         raise ConfigError(f"{saved} cannot be used: {one_line(error)}") from error
@@ -169,32 +169,32 @@ def change(saved: Path, overrides: Sequence[str], recipe: str | None = None) -> 
 
 def _resolve(tree: DictConfig) -> Iterator[Fault]:
     """Replace interpolations by their values in place; those that have none of the right type get the default."""
-    raw = OmegaConf.create(OmegaConf.to_container(tree, resolve=False))
+    written = OmegaConf.to_container(tree, resolve=False)
+    untyped = OmegaConf.create(written)  # interpolations in it give values as they are, not bent to the field's type
     for leaf in LEAVES.values():
-        if leaf.section in OPTIONAL_SECTIONS and OmegaConf.select(tree, leaf.section) is None:
-            continue
-        written = OmegaConf.to_container(raw, resolve=False)
+        value = written
         for name in leaf.key.split("."):
-            written = written[name]
-        if not _has_interpolation(written):
-            if written == "???":
-                yield Fault(f"{leaf.key} has no value (???); it takes {leaf.expects()}{leaf.choices()}", (leaf.key,))
-                OmegaConf.update(tree, leaf.key, leaf.default)
-            continue
-        fault = _resolve_one(tree, raw, leaf)
+            value = None if value is None else value[name]
+        fault = None
+        if value == "???":
+            fault = Fault(f"{leaf.key} has no value (???); it takes {leaf.expects()}{leaf.choices()}", (leaf.key,))
+        elif _has_interpolation(value):
+            wrong = _resolve_one(tree, untyped, leaf)
+            if wrong is not None:
+                fault = Fault(f"{leaf.key}={spell(value)} {wrong}{leaf.choices()}", (leaf.key,))
         if fault is not None:
-            yield Fault(f"{leaf.key}={spell(written)} {fault}{leaf.choices()}", (leaf.key,))
             OmegaConf.update(tree, leaf.key, leaf.default)
+            yield fault
 
 
 def _has_interpolation(value: Any) -> bool:
     return any(_has_interpolation(item) for item in value) if isinstance(value, list) else is_interpolation(value)
 
 
-def _resolve_one(tree: DictConfig, raw: DictConfig, leaf: Leaf) -> str | None:
+def _resolve_one(tree: DictConfig, untyped: DictConfig, leaf: Leaf) -> str | None:
     """Write the value that `leaf` resolves to into `tree`; return what is wrong with it, if anything."""
     try:
-        value = OmegaConf.select(raw, leaf.key, throw_on_resolution_failure=True)
+        value = OmegaConf.select(untyped, leaf.key, throw_on_resolution_failure=True)
         if OmegaConf.is_config(value):
             value = OmegaConf.to_container(value, resolve=True)
         if isinstance(value, str) and leaf.kinds != (str,):

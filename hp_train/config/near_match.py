@@ -16,20 +16,19 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 def nearest_key(key: str, known: Iterable[str]) -> list[str]:
     """Return the dotted keys that `key` may stand for: those that end in the same word, else the one most like it."""
     known = list(known)
-    last = key.rpartition(".")[2]
-    same_end = [candidate for candidate in known if candidate.rpartition(".")[2] == last]
-    if same_end and key not in known:
-        return _nearest_first(key, same_end)
     section, dot, name = key.rpartition(".")
-    siblings = {candidate.rpartition(".")[2]: candidate for candidate in known if candidate.startswith(section + dot)}
-    match = nearest(name, siblings) if dot else None
-    if match is not None:
-        return [siblings[match]]
-    match = nearest(key, known)
-    if match is not None:
-        return [match]
+    same_end = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
+    if same_end:
+        return _nearest_first(key, same_end)
+    sections = {candidate.rpartition(".")[0] for candidate in known}
+    near_section = section if section in sections else nearest(section, sections)
+    if dot and near_section:
+        siblings = {c.rpartition(".")[2]: c for c in known if c.rpartition(".")[0] == near_section}
+        match = nearest(name, siblings)
+        if match is not None:
+            return [siblings[match]]
     by_end = {candidate.rpartition(".")[2]: candidate for candidate in known}
-    match = nearest(last, by_end)
+    match = nearest(name, by_end)
     return [by_end[match]] if match is not None else []
 
 

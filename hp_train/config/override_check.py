@@ -38,7 +38,8 @@ class Request:
     @property
     def sections_touched(self) -> set[str]:
         """Return the groups that may be null of which a key is given: they must be there for Hydra to set it."""
-        return {override.partition("=")[0].rpartition(".")[0] for override in self.overrides} & OPTIONAL_SECTIONS
+        keys = [override.partition("=")[0] for override in self.overrides]
+        return OPTIONAL_SECTIONS.intersection([*keys, *(key.rpartition(".")[0] for key in keys)])
 
     @property
     def all_faults(self) -> list[Fault]:
