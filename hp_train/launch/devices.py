@@ -106,14 +106,15 @@ def _without_gpus(config: TrainerConfig, devices: Devices, asked: int | None) ->
         )
     if num_parameters(config.model) >= SMALL_MODEL_PARAMETERS:
         return _refused(
-            f"no NVIDIA GPU here{hidden} and a model of {_count(config)} parameters is not trained on a CPU by default; "
-            "run it where GPUs are, choose a smaller model=..., or insist with trainer.device=cpu"
+            f"no NVIDIA GPU here{hidden}, and a model of {_count(config)} parameters is not trained on a CPU unless "
+            "asked; run it where GPUs are, choose a smaller model=..., or insist with trainer.device=cpu"
         )
     return _on_cpu(config, asked, (f"no NVIDIA GPU{hidden}",) if hidden else ())
 
 
 def _too_few(config: TrainerConfig, devices: Devices, asked: int) -> ProcessPlan:
-    shortage = f"the mesh asks for {asked} processes, one GPU each, and {devices.visible} of {devices.total} are visible"
+    there = f"{devices.visible} of {devices.total} are visible"
+    shortage = f"the mesh asks for {asked} processes, one GPU each, and {there}"
     if config.trainer.device == "auto" and num_parameters(config.model) < SMALL_MODEL_PARAMETERS:
         return _on_cpu(config, asked, (f"{shortage}; the model is small ({_count(config)} parameters)",))
     return _refused(

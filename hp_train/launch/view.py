@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -22,6 +23,7 @@ from hp_train.launch.history import AttemptFacts, History, StepRow
 from hp_train.launch.plain_log import mean, speed_text
 
 _BARS = "▁▂▃▄▅▆▇█"
+_REDRAW_S = 0.25
 _MOST_WIDTH = 110  # wider terminals do not stretch the view: figures far from their names read badly
 
 
@@ -33,6 +35,8 @@ class LiveView:
         self._loss_means_nothing = loss_means_nothing
         self._history: History | None = None
         self._live: Live | None = None
+        self._stale = False
+        self._drawn_at = 0.0
 
     def __enter__(self) -> Self:
         self._history = None
@@ -41,24 +45,32 @@ class LiveView:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._live is not None:
-            with contextlib.suppress(OSError):
-                self._live.stop()
-            self._live = None
+        assert self._live is not None
+        self._draw()
+        with contextlib.suppress(OSError):
+            self._live.stop()
+        self._live = None
 
     def open_attempt(self, history: History) -> None:
         """Take the facts of the workers, and all rows to come, from `history`."""
         self._history = history
+        self._stale = True
 
     def step(self, history: History) -> None:
         """The next tick draws it."""
-        self._history = history
+        self._stale = True
 
     def tick(self) -> None:
-        """Draw the present state."""
-        if self._live is not None:
-            with contextlib.suppress(OSError):  # the terminal hung up: the run goes on
-                self._live.update(self._render(), refresh=True)
+        """Draw what is new, a few times a second at most: the workers need the cores."""
+        if self._stale and time.monotonic() - self._drawn_at >= _REDRAW_S:
+            self._draw()
+
+    def _draw(self) -> None:
+        assert self._live is not None, "a view is drawn inside its `with` block"
+        self._stale = False
+        self._drawn_at = time.monotonic()
+        with contextlib.suppress(OSError):  # the terminal hung up: the run goes on
+            self._live.update(self._render(), refresh=True)
 
     def line(self, text: str) -> None:
         """Print a line above the view, as it is: no markup, no highlighting."""
@@ -127,7 +139,7 @@ def sparkline(values: list[float], width: int) -> str:
 def _figures(history: History, facts: AttemptFacts, width: int) -> Table:
     """Return the other figures, as many side by side as fit."""
     cells = [Text.assemble((f"{name} ", "dim"), value) for name, value in _named_figures(history, facts)]
-    columns = max(1, min(len(cells), width // 36 if cells else 1))
+    columns = max(1, min(len(cells), width // 34 if cells else 1))
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(columns):
         grid.add_column(no_wrap=True, overflow="ellipsis")
