@@ -32,6 +32,10 @@ class StepEngine(Protocol):
         """Return this rank's loss sum without gradients."""
         ...
 
+    def close(self) -> None:
+        """Let go of groups and threads, before the process group goes."""
+        ...
+
 
 class DataParallelEngine:
     """Forward and backward of a whole model, micro-batch after micro-batch (gradient accumulation).
@@ -59,6 +63,9 @@ class DataParallelEngine:
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Return the loss sum of `micro_batches`; see `StepEngine`."""
         return torch.stack([self._loss(batch).double() for batch in micro_batches]).sum()
+
+    def close(self) -> None:
+        """Hold nothing; see `StepEngine`."""
 
     def _loss(self, batch: MicroBatch) -> torch.Tensor:
         return self.module(
@@ -91,6 +98,10 @@ class PipelineEngine:
         """Return the loss sum of `micro_batches`; see `StepEngine`."""
         loss_sum = self.runtime.evaluate([_stage_inputs(batch) for batch in micro_batches])
         return torch.zeros(()) if loss_sum is None else loss_sum
+
+    def close(self) -> None:
+        """Close the runtime; see `StepEngine`."""
+        self.runtime.close()
 
 
 def _stage_inputs(batch: MicroBatch) -> StageInputs:

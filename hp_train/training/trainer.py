@@ -25,7 +25,6 @@ from hp_train.training.checkpointing import CheckpointSession
 from hp_train.training.evaluate import Evaluator
 from hp_train.training.grad_norm import clip_factor, owned_square_sum, scale_gradients
 from hp_train.training.lr_schedule import learning_rate
-from hp_train.training.memory_report import OutOfMemory, describe_memory, is_out_of_memory
 from hp_train.training.metrics import MetricsRow, MetricsWriter
 from hp_train.training.run_context import Phase, RunContext, TrainOutcome
 from hp_train.training.setup import Worker, build_worker
@@ -57,12 +56,7 @@ def train(config: TrainerConfig, context: RunContext) -> TrainOutcome:
     """
     context.progress.phase = Phase.BUILD
     worker = build_worker(config, context)
-    try:
-        return Trainer(config, context, worker).run()
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise OutOfMemory(describe_memory(config, worker)) from error
-        raise
+    return Trainer(config, context, worker).run()
 
 
 class Trainer:
@@ -109,6 +103,7 @@ class Trainer:
                 checkpoints.after_step(done, self.tokens_seen, due=agreement.save_is_due, last=is_last, stopping=bool(stop_signal))
         progress.phase = Phase.FINISH
         checkpoints.close()
+        self.worker.engine.close()
         if writer is not None:
             writer.close()
         return TrainOutcome(_exit_code(stop_signal, done == self.config.trainer.max_steps), done)
