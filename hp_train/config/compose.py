@@ -26,7 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hp_train.config import help_text, sources
+from hp_train.config import sources
 from hp_train.config.faults import EVERYTHING, Fault
 from hp_train.config.key_check import check_value, is_interpolation
 from hp_train.config.override_check import Request, check_request
@@ -124,8 +124,14 @@ def _refuse_unreadable(request: Request) -> None:
 
 def _prepare(request: Request) -> None:
     ConfigStore.instance().store(name="hp_train_schema", node=TrainerConfig)
-    OmegaConf.register_new_resolver("hp_train_help", help_text.part, replace=True)
+    OmegaConf.register_new_resolver("hp_train_help", _help_part, replace=True)
     sources.activate(request.path, request.files.unusable, request.sections_touched)
+
+
+def _help_part(name: str) -> str:
+    from hp_train.config.help_text import part  # only --help pays for it
+
+    return part(name)
 
 
 def finish(composed: DictConfig, request: Request) -> Composition:
