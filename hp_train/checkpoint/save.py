@@ -1,7 +1,7 @@
 """Save a checkpoint: all ranks together, complete or not at all. Imports torch and the rest of this folder.
 
 torch.distributed.checkpoint plans and carries each rank's success or failure to all; only when every rank has written
-does rank 0 commit. Older checkpoints are pruned after that, so a save that fails leaves them as they were.
+does rank 0 commit, and only then prune older checkpoints: a save that fails leaves them as they were.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hp_train.checkpoint.agreement import first_failure, is_distributed, rank_and_world
 from hp_train.checkpoint.layout import encode_json
-from hp_train.checkpoint.retention import delete_folder, prune
+from hp_train.checkpoint.retention import delete_folder
 from hp_train.checkpoint.state import CheckpointState, shards_to_save
 from hp_train.checkpoint.storage import SafetensorsWriter, ShardSavePlanner
 from hp_train.checkpoint.tensor_shard import TensorShard
@@ -53,15 +53,14 @@ def write_shards(
     group: dist.ProcessGroup | None,
 ) -> Path:
     """Write, commit and prune; the part of a save that needs no live training state."""
-    writer = SafetensorsWriter(checkpoints_dir, step, progress)
-    is_first = rank_and_world(group)[0] == 0
+    writer = SafetensorsWriter(checkpoints_dir, step, progress, keep_last=keep_last)
     try:
         with warnings.catch_warnings():
             if not is_distributed():
                 warnings.filterwarnings("ignore", message="torch.distributed is")  # one process is what is meant
             dcp.save(dict(shards), storage_writer=writer, planner=ShardSavePlanner(), process_group=group)
     except CheckpointException as error:
-        if is_first:
+        if rank_and_world(group)[0] == 0:
             _discard(writer.folder)
         rank, cause = first_failure(error)
         if isinstance(cause, OSError | CheckpointError):
@@ -69,8 +68,6 @@ def write_shards(
                 f"the checkpoint of step {step} was not written (rank {rank}: {cause}); those before it are untouched"
             ) from error
         raise RuntimeError(f"saving the checkpoint of step {step} failed on rank {rank}: {cause!r}\n{error}") from error
-    if is_first:
-        prune(checkpoints_dir, saved_step=step, keep_last=keep_last)
     return writer.final
 
 

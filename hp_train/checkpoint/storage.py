@@ -41,7 +41,7 @@ from hp_train.checkpoint.layout import (
     write_durably,
 )
 from hp_train.checkpoint.metadata_json import Location, Locations, encode_metadata
-from hp_train.checkpoint.retention import delete_folder
+from hp_train.checkpoint.retention import delete_folder, prune
 from hp_train.checkpoint.safetensors_file import Entry, write_safetensors
 from hp_train.checkpoint.tensor_shard import TensorShard
 from hp_train.errors import CheckpointError
@@ -99,11 +99,12 @@ class SafetensorsWriter(StorageWriter):
     One instance writes one checkpoint. It grows in `step_N.saving` and has its final name when `finish` returns.
     """
 
-    def __init__(self, checkpoints_dir: Path, step: int, progress: bytes) -> None:
+    def __init__(self, checkpoints_dir: Path, step: int, progress: bytes, *, keep_last: int) -> None:
         self.final = checkpoints_dir / folder_name(step)
         self.folder = checkpoints_dir / (folder_name(step) + SAVING)
         self._step = step
         self._progress = progress
+        self._keep_last = keep_last
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         """Take no other place than the one given at construction."""
@@ -155,7 +156,7 @@ class SafetensorsWriter(StorageWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, after every rank has written: add the JSON files, commit, and take the final name."""
+        """On rank 0, after every rank has written: add the JSON files, commit, take the final name, prune."""
         files: dict[str, FileRecord] = {}
         locations: Locations = {}
         for result in (result for of_rank in results for result in of_rank):
@@ -174,10 +175,11 @@ class SafetensorsWriter(StorageWriter):
         write_durably(self.folder / COMMITTED, commit_mark(manifest))
         sync_folder(self.folder)
         self._take_final_name()
+        prune(self.final.parent, saved_step=self._step, keep_last=self._keep_last)
 
     def _take_final_name(self) -> None:
         # An older save of the same step (one that was damaged, or the same state saved twice) stays readable under
-        # another name until this one has taken its place.
+        # another name until this one has taken its place; pruning then removes it.
         replaced = self.final.with_suffix(REPLACED)
         if self.final.exists():
             if replaced.exists():
@@ -185,8 +187,6 @@ class SafetensorsWriter(StorageWriter):
             self.final.rename(replaced)
         self.folder.rename(self.final)
         sync_folder(self.final.parent)
-        if replaced.exists():
-            delete_folder(replaced)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
