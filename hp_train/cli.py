@@ -102,7 +102,7 @@ def _parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--package", "-p")
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("--info", "-i", nargs="?", const="all", choices=("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"))
+    parser.add_argument("--info", "-i", choices=("config", "defaults", "defaults-tree", "searchpath"))
     parser.add_argument("--shell-completion", "-sc", action="store_true")
     options, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:

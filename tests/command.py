@@ -34,7 +34,9 @@ def hp_train(
     poison = cwd / ".poison" / "torch"
     poison.mkdir(parents=True, exist_ok=True)
     (poison / "__init__.py").write_text(POISON)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HP_TRAIN", "HYDRA", "COMP_"))}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("HP_TRAIN", "HYDRA", "COMP_"))
+    }
     if not torch:
         environment["PYTHONPATH"] = str(poison.parent)
     environment.update(env or {})

@@ -71,7 +71,9 @@ VALUES = [
     case("1 for true", "trainer.compile=1", ("trainer.compile=1 is not true or false",)),
     case("on for true", "accelerator.loss_parallel=on", ("accelerator.loss_parallel=on is not true or false",)),
     case("1 for true or auto", "fsdp.reshard_after_forward=1", ("fsdp.reshard_after_forward=1", "auto, true, false")),
-    case("text for integer or auto", "launcher.nproc_per_node=all", ("launcher.nproc_per_node=all", "1 to 4096 or auto")),
+    case(
+        "text for integer or auto", "launcher.nproc_per_node=all", ("launcher.nproc_per_node=all", "1 to 4096 or auto")
+    ),
     case("no such choice", "trainer.device=gpu", ("trainer.device=gpu", "auto, cpu, cuda")),
     case("no such precision", "trainer.precision=fp16", ("trainer.precision=fp16", "auto, fp32, bf16")),
     case("zero", "trainer.micro_batch_size=0", ("trainer.micro_batch_size=0 is out of bounds", "1 to 1e+09")),
@@ -91,8 +93,15 @@ VALUES = [
     case("unknown resolver", "trainer.seq_len=${nope:1}", ("trainer.seq_len", "nope")),
     case("interpolated number", "trainer.max_steps=${optimizer.lr}", ("resolves to 0.0003", "not an integer")),
     case("interpolated truth", "trainer.compile=${trainer.max_steps}", ("resolves to 1000", "not true or false")),
-    case("interpolated yes", "trainer.compile=${oc.env:FLAG}", ("resolves to yes", "not true or false"), env={"FLAG": "yes"}),
-    case("interpolated out of bounds", "trainer.seq_len=${trainer.eval_every}", ("trainer.seq_len=0 is out of bounds",)),
+    case(
+        "interpolated yes",
+        "trainer.compile=${oc.env:FLAG}",
+        ("resolves to yes", "not true or false"),
+        env={"FLAG": "yes"},
+    ),
+    case(
+        "interpolated out of bounds", "trainer.seq_len=${trainer.eval_every}", ("trainer.seq_len=0 is out of bounds",)
+    ),
     case("several values", "trainer.max_steps=1,2", ("trainer.max_steps=1,2 gives several values", "--multirun")),
     case("unreadable", "trainer.run_name=a=b", ("trainer.run_name=a=b cannot be read", "quote")),
     case("unbalanced", "optimizer.betas=[0.9", ("optimizer.betas=[0.9 cannot be read",)),
@@ -129,17 +138,35 @@ WORDS = [
     case("value of an option", "--cfg jobs", ("--cfg", "jobs")),
     case("unpickling", "--experimental-rerun x.pickle", ("unknown option --experimental-rerun",)),
     case("folder of configs", "--config-dir nowhere", ("--config-dir=nowhere is not a folder",)),
-    case("folder in the environment", "trainer.max_steps=5", ("$HP_TRAIN_CONFIG_DIR=nowhere",), env={"HP_TRAIN_CONFIG_DIR": "nowhere"}),
+    case(
+        "folder in the environment",
+        "trainer.max_steps=5",
+        ("$HP_TRAIN_CONFIG_DIR=nowhere",),
+        env={"HP_TRAIN_CONFIG_DIR": "nowhere"},
+    ),
     case("group to print", "--cfg job --package trainr", ("trainr is no group",)),
 ]
 FILES = [
-    case("not YAML", "recipe=mine", ("recipes/mine.yaml:3: not YAML",), files=own_recipe("trainer:\n  max_steps: 1: 2\n")),
-    case("tab", "recipe=mine", ("recipes/mine.yaml:3: not YAML",), files=own_recipe("trainer:\n\tmax_steps: 1\n")),
-    case("twice", "recipe=mine", ("recipes/mine.yaml:4: not YAML", "duplicate"), files=own_recipe("trainer:\n  seed: 1\n  seed: 2\n")),
-    case("not a mapping", "recipe=mine", ("recipes/mine.yaml:1: not a mapping",), files=own_recipe("- a\n")),
-    case("no header", "recipe=mine", ("recipes/mine.yaml:1", "@package _global_"), files={"recipes/mine.yaml": "trainer:\n  seed: 1\n"}),
     case(
-        "keys", "recipe=mine",
+        "not YAML", "recipe=mine", ("recipes/mine.yaml:3: not YAML",), files=own_recipe("trainer:\n  max_steps: 1: 2\n")
+    ),
+    case("tab", "recipe=mine", ("recipes/mine.yaml:3: not YAML",), files=own_recipe("trainer:\n\tmax_steps: 1\n")),
+    case(
+        "twice",
+        "recipe=mine",
+        ("recipes/mine.yaml:4: not YAML", "duplicate"),
+        files=own_recipe("trainer:\n  seed: 1\n  seed: 2\n"),
+    ),
+    case("not a mapping", "recipe=mine", ("recipes/mine.yaml:1: not a mapping",), files=own_recipe("- a\n")),
+    case(
+        "no header",
+        "recipe=mine",
+        ("recipes/mine.yaml:1", "@package _global_"),
+        files={"recipes/mine.yaml": "trainer:\n  seed: 1\n"},
+    ),
+    case(
+        "keys",
+        "recipe=mine",
         ("recipes/mine.yaml:3: unknown key trainer.max_stepz", "trainer.max_steps"),
         ("recipes/mine.yaml:4: trainer.seed=x is not an integer",),
         ("recipes/mine.yaml:5: trainer.compile=yes is not true or false",),
@@ -147,52 +174,152 @@ FILES = [
         ("recipes/mine.yaml:7: unknown key hydra",),
         ("recipes/mine.yaml:8: optimizer is a group and cannot be null",),
         files=own_recipe(
-            "trainer:\n  max_stepz: 5\n  seed: x\n  compile: yes\n  seq_len:\nhydra: {callbacks: {x: {_target_: os.system}}}\noptimizer:\n"
+            "trainer:\n  max_stepz: 5\n  seed: x\n  compile: yes\n  seq_len:\n"
+            "hydra: {callbacks: {x: {_target_: os.system}}}\noptimizer:\n"
         ),
     ),
-    case("group of a recipe", "recipe=mine", ("recipes/mine.yaml:3: override /fspd", "did you mean fsdp"), files=own_recipe("defaults:\n  - override /fspd: ddp\n")),
-    case("option of a recipe", "recipe=mine", ("recipes/mine.yaml:3: fsdp=dpp", "did you mean ddp"), files=own_recipe("defaults:\n  - override /fsdp: dpp\n")),
-    case("base of a recipe", "recipe=mine", ("recipes/mine.yaml:3: recipe=llama_sngle", "llama_single"), files=own_recipe("defaults:\n  - llama_sngle\n")),
-    case("defaults of a recipe", "recipe=mine", ("recipes/mine.yaml:2: defaults is not a list",), files=own_recipe("defaults: x\n")),
-    case("entry of defaults", "recipe=mine", ("recipes/mine.yaml:3:", "override /GROUP: OPTION"), files=own_recipe("defaults:\n  - fsdp: ddp\n")),
-    case("Hydra in defaults", "recipe=mine", ("recipes/mine.yaml:3: override /hydra/launcher",), files=own_recipe("defaults:\n  - override /hydra/launcher: x\n")),
-    case("recipe on itself", "recipe=mine", ("recipe mine builds on itself",), files=own_recipe("defaults:\n  - mine\n")),
-    case("interpolation of a recipe", "recipe=mine", ("trainer.seed", "cannot be resolved"), files=own_recipe("trainer:\n  seed: ${nope}\n")),
-    case("own option", "model=mine", ("recipes/model/mine.yaml:2: unknown key model.width",), files={"recipes/model/mine.yaml": "dim: 64\nwidth: 3\n"}),
-    case("package of an option", "model=mine", ("recipes/model/mine.yaml", "@package"), files={"recipes/model/mine.yaml": "# @package hydra\ndim: 64\n"}),
+    case(
+        "group of a recipe",
+        "recipe=mine",
+        ("recipes/mine.yaml:3: override /fspd", "did you mean fsdp"),
+        files=own_recipe("defaults:\n  - override /fspd: ddp\n"),
+    ),
+    case(
+        "option of a recipe",
+        "recipe=mine",
+        ("recipes/mine.yaml:3: fsdp=dpp", "did you mean ddp"),
+        files=own_recipe("defaults:\n  - override /fsdp: dpp\n"),
+    ),
+    case(
+        "base of a recipe",
+        "recipe=mine",
+        ("recipes/mine.yaml:3: recipe=llama_sngle", "llama_single"),
+        files=own_recipe("defaults:\n  - llama_sngle\n"),
+    ),
+    case(
+        "defaults of a recipe",
+        "recipe=mine",
+        ("recipes/mine.yaml:2: defaults is not a list",),
+        files=own_recipe("defaults: x\n"),
+    ),
+    case(
+        "entry of defaults",
+        "recipe=mine",
+        ("recipes/mine.yaml:3:", "override /GROUP: OPTION"),
+        files=own_recipe("defaults:\n  - fsdp: ddp\n"),
+    ),
+    case(
+        "Hydra in defaults",
+        "recipe=mine",
+        ("recipes/mine.yaml:3: override /hydra/launcher",),
+        files=own_recipe("defaults:\n  - override /hydra/launcher: x\n"),
+    ),
+    case(
+        "recipe on itself", "recipe=mine", ("recipe mine builds on itself",), files=own_recipe("defaults:\n  - mine\n")
+    ),
+    case(
+        "interpolation of a recipe",
+        "recipe=mine",
+        ("trainer.seed", "cannot be resolved"),
+        files=own_recipe("trainer:\n  seed: ${nope}\n"),
+    ),
+    case(
+        "own option",
+        "model=mine",
+        ("recipes/model/mine.yaml:2: unknown key model.width",),
+        files={"recipes/model/mine.yaml": "dim: 64\nwidth: 3\n"},
+    ),
+    case(
+        "package of an option",
+        "model=mine",
+        ("recipes/model/mine.yaml", "@package"),
+        files={"recipes/model/mine.yaml": "# @package hydra\ndim: 64\n"},
+    ),
 ]
 RULES = [
-    case("mesh product", f"{RECIPE} {CPU} launcher.nproc_per_node=3", ("nproc_per_node=3", "accelerator.pp_size=2 x fsdp.dp_shard_size=2 = 4", "use 4")),
-    case("mesh multiple", f"{RECIPE} {CPU} fsdp.dp_shard_size=-1 launcher.nproc_per_node=3", ("nproc_per_node=3 is not a multiple", "2")),
-    case("shards in ddp", "fsdp=ddp fsdp.dp_shard_size=2 trainer.device=cpu", ("fsdp.dp_shard_size=2 must be 1", "fsdp.dp_replicate_size")),
-    case("all shards in ddp", "fsdp=ddp fsdp.dp_shard_size=-1 trainer.device=cpu", ("fsdp.dp_shard_size=-1 must be 1",)),
-    case("replicas in fsdp", "fsdp=fsdp fsdp.dp_replicate_size=2 trainer.device=cpu", ("fsdp.dp_replicate_size=2 must be 1", "fsdp=hsdp")),
-    case("tensor parallel", "accelerator.tp_size=2 trainer.device=cpu", ("accelerator.tp_size=2 is not supported yet",)),
-    case("context parallel", "accelerator.cp_size=2 trainer.device=cpu", ("accelerator.cp_size=2 is not supported yet",)),
+    case(
+        "mesh product",
+        f"{RECIPE} {CPU} launcher.nproc_per_node=3",
+        ("nproc_per_node=3", "accelerator.pp_size=2 x fsdp.dp_shard_size=2 = 4", "use 4"),
+    ),
+    case(
+        "mesh multiple",
+        f"{RECIPE} {CPU} fsdp.dp_shard_size=-1 launcher.nproc_per_node=3",
+        ("nproc_per_node=3 is not a multiple", "2"),
+    ),
+    case(
+        "shards in ddp",
+        "fsdp=ddp fsdp.dp_shard_size=2 trainer.device=cpu",
+        ("fsdp.dp_shard_size=2 must be 1", "fsdp.dp_replicate_size"),
+    ),
+    case(
+        "all shards in ddp", "fsdp=ddp fsdp.dp_shard_size=-1 trainer.device=cpu", ("fsdp.dp_shard_size=-1 must be 1",)
+    ),
+    case(
+        "replicas in fsdp",
+        "fsdp=fsdp fsdp.dp_replicate_size=2 trainer.device=cpu",
+        ("fsdp.dp_replicate_size=2 must be 1", "fsdp=hsdp"),
+    ),
+    case(
+        "tensor parallel", "accelerator.tp_size=2 trainer.device=cpu", ("accelerator.tp_size=2 is not supported yet",)
+    ),
+    case(
+        "context parallel", "accelerator.cp_size=2 trainer.device=cpu", ("accelerator.cp_size=2 is not supported yet",)
+    ),
     case("expert parallel", "accelerator.ep_size=2", ("accelerator.ep_size=2 is not supported yet",)),
     case("expert shards", "fsdp.edp_shard_size=2", ("fsdp.edp_shard_size=2 is not supported yet",)),
     case("several machines", "launcher.nodes=2", ("launcher.nodes=2", "launcher=local")),
-    case("batch", f"{RECIPE} {CPU} trainer.global_batch_size=18", ("trainer.global_batch_size=18", "trainer.micro_batch_size=2 = 4", "1, 3 or 9")),
-    case("batch and all shards", f"{RECIPE} {CPU} fsdp.dp_shard_size=-1 launcher.nproc_per_node=6", ("trainer.global_batch_size=16", "3 data-parallel ranks")),
-    case("micro-batch of the pipeline", f"{RECIPE} {CPU} pp.microbatch_size=4", ("pp.microbatch_size=4", "trainer.micro_batch_size=2")),
-    case("few micro-batches", f"{RECIPE} {CPU} trainer.global_batch_size=4", ("pp.schedule=1f1b", "trainer.global_batch_size=4", "accelerator.pp_size=2", "gpipe")),
-    case("few layers", f"{RECIPE} {CPU} model.num_layers=1", ("model.num_layers=1 is less than the 2 pipeline stages",)),
+    case(
+        "batch",
+        f"{RECIPE} {CPU} trainer.global_batch_size=18",
+        ("trainer.global_batch_size=18", "trainer.micro_batch_size=2 = 4", "1, 3 or 9"),
+    ),
+    case(
+        "batch and all shards",
+        f"{RECIPE} {CPU} fsdp.dp_shard_size=-1 launcher.nproc_per_node=6",
+        ("trainer.global_batch_size=16", "3 data-parallel ranks"),
+    ),
+    case(
+        "micro-batch of the pipeline",
+        f"{RECIPE} {CPU} pp.microbatch_size=4",
+        ("pp.microbatch_size=4", "trainer.micro_batch_size=2"),
+    ),
+    case(
+        "few micro-batches",
+        f"{RECIPE} {CPU} trainer.global_batch_size=4",
+        ("pp.schedule=1f1b", "trainer.global_batch_size=4", "accelerator.pp_size=2", "gpipe"),
+    ),
+    case(
+        "few layers", f"{RECIPE} {CPU} model.num_layers=1", ("model.num_layers=1 is less than the 2 pipeline stages",)
+    ),
     case("short split", f"{RECIPE} {CPU} pp.layer_split=[4]", ("pp.layer_split=[4] has 1 entries", "give 2")),
     case("split of too few", f"{RECIPE} {CPU} pp.layer_split=[2,1]", ("covers 3 layers", "model.num_layers=4")),
     case("stages", f"{RECIPE} {CPU} pp.stages_per_rank=2", ("stages_per_rank=2", "1f1b")),
-    case("heads", "model.num_heads=3 model.num_kv_heads=3", ("model.num_heads=3 does not divide model.dim=128", "1, 2, 4")),
+    case(
+        "heads",
+        "model.num_heads=3 model.num_kv_heads=3",
+        ("model.num_heads=3 does not divide model.dim=128", "1, 2, 4"),
+    ),
     case("odd heads", "model.dim=12 model.num_heads=4", ("3 features a head",)),
     case("kv heads", "model.num_kv_heads=3", ("model.num_kv_heads=3 does not divide model.num_heads=4", "1, 2 or 4")),
     case("sequence", "trainer.seq_len=4096", ("trainer.seq_len=4096 is longer than model.max_seq_len=2048",)),
     case("vocabulary", "model.vocab_size=100", ("model.vocab_size=100", "128")),
-    case("sequence and data", "trainer.seq_len=5000000 model.max_seq_len=5000000", ("trainer.seq_len=5000000 is longer than the data",)),
+    case(
+        "sequence and data",
+        "trainer.seq_len=5000000 model.max_seq_len=5000000",
+        ("trainer.seq_len=5000000 is longer than the data",),
+    ),
     case("no data", "recipe=smollm2_135m trainer.device=cpu", ("data.path is not set", "data prepare", "data=random")),
     case("missing data", "data=tokens data.path=nowhere", ("nowhere",)),
     case("empty data", "data=tokens data.path=empty", ("empty",), prepare=lambda folder: (folder / "empty").mkdir()),
     case("tokenizer", "data.tokenizer=bpe.json", ("data.tokenizer=bpe.json",)),
     case("W&B", "metrics.wandb=true", ("metrics.wandb=true is not supported yet",)),
     case("profiler", "metrics.profile_steps=[3]", ("metrics.profile_steps=[3] is not supported yet",)),
-    case("rope scaling", "model.rope_scaling={low_freq_factor:4,high_freq_factor:1}", ("model.rope_scaling.high_freq_factor=1",)),
+    case(
+        "rope scaling",
+        "model.rope_scaling={low_freq_factor:4,high_freq_factor:1}",
+        ("model.rope_scaling.high_freq_factor=1",),
+    ),
 ]
 
 
@@ -217,7 +344,12 @@ def a_full_folder(folder: Path) -> None:
 
 
 MACHINE = [
-    case("holds a run", "trainer.run_dir=run", ("trainer.run_dir=run holds a run already", "hp-train resume"), prepare=a_run),
+    case(
+        "holds a run",
+        "trainer.run_dir=run",
+        ("trainer.run_dir=run holds a run already", "hp-train resume"),
+        prepare=a_run,
+    ),
     case("holds something", "trainer.run_dir=run", ("trainer.run_dir=run is not empty",), prepare=a_full_folder),
     case("is a file", "trainer.run_dir=run", ("trainer.run_dir=run", "is not a folder"), prepare=a_file),
     case("not writable", "trainer.run_dir=/proc/run", ("trainer.run_dir=/proc/run",)),
@@ -226,8 +358,18 @@ MACHINE = [
     case("missing run", "resume nowhere", ("nowhere does not exist",)),
     case("no run", "resume empty", ("empty holds no run",), prepare=lambda folder: (folder / "empty").mkdir()),
     case("resume with a typo", "resume run trainer.max_stepz=5", ("unknown key trainer.max_stepz",), prepare=a_run),
-    case("resume with a bad value", "resume run trainer.max_steps=0", ("trainer.max_steps=0 is out of bounds",), prepare=a_run),
-    case("resume against a rule", "resume run model.num_heads=3 model.num_kv_heads=3", ("model.num_heads=3 does not divide",), prepare=a_run),
+    case(
+        "resume with a bad value",
+        "resume run trainer.max_steps=0",
+        ("trainer.max_steps=0 is out of bounds",),
+        prepare=a_run,
+    ),
+    case(
+        "resume against a rule",
+        "resume run model.num_heads=3 model.num_kv_heads=3",
+        ("model.num_heads=3 does not divide",),
+        prepare=a_run,
+    ),
     case("resume with a bad option", "resume run fsdp=dpp", ("fsdp=dpp", "ddp"), prepare=a_run),
     case("resume of a broken config", "resume run", ("run/config.yaml cannot be used",), prepare=a_broken_run),
 ]
@@ -248,7 +390,8 @@ AT_ONCE = [
     ),
     case(
         "rules and machine at once",
-        f"{RECIPE} {CPU} trainer.global_batch_size=6 model.num_kv_heads=3 trainer.run_dir=/proc/run launcher.nproc_per_node=5",
+        f"{RECIPE} {CPU} trainer.global_batch_size=6 model.num_kv_heads=3 trainer.run_dir=/proc/run "
+        "launcher.nproc_per_node=5",
         ("launcher.nproc_per_node=5",),
         ("trainer.global_batch_size=6",),
         ("model.num_kv_heads=3",),

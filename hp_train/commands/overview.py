@@ -16,7 +16,8 @@ _COMMANDS = {
 
 def run() -> int:
     """Print the overview."""
-    recipes = {name: description_of(path) for name, path in search_path().options_of(RECIPE_GROUP).items() if is_recipe(path)}
+    files = search_path().options_of(RECIPE_GROUP)
+    recipes = {name: description_of(file) for name, file in files.items() if is_recipe(file)}
     print(f"Usage: {USAGE}")
     for title, table in (("Verbs", VERBS), ("To start with", _COMMANDS), ("Recipes (recipe=NAME)", recipes)):
         print(f"\n{title}:")

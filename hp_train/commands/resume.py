@@ -1,4 +1,4 @@
-"""`hp-train resume RUN_DIR [key=value ...]`: go on with a run, perhaps changed. No torch until nothing is left to refuse.
+"""`hp-train resume RUN_DIR [key=value ...]`: go on with a run, perhaps changed. No torch until all is checked.
 
 Plain keys apply to the run's config.yaml. A group or recipe among the arguments composes the run anew, from the
 overrides that it was started with and these.

@@ -1,8 +1,8 @@
 """`PassConfig`: the one statement of parallel intent that both engines read. Ground floor, no torch.
 
-The eager engine's `parallelize` and the graph engine's passes take their sizes, modes and schedule from here; it is made
-from a run's config by `build_pass_config_from_trainer_config` and stored in the run directory. A degree of None is left
-open until the number of processes is known; `resolve_degrees` fills it.
+The eager engine's `parallelize` and the graph engine's passes take their sizes, modes and schedule from here; it is
+made from a run's config by `build_pass_config_from_trainer_config` and stored in the run directory. A degree of None
+is left open until the number of processes is known; `resolve_degrees` fills it.
 """
 
 from __future__ import annotations

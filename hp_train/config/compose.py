@@ -1,4 +1,4 @@
-"""From what was typed to a `TrainerConfig`: Hydra composes groups, recipe and overrides over the typed schema. No torch.
+"""From what was typed to a `TrainerConfig`: Hydra composes groups, recipe and overrides over the schema. No torch.
 
 `compose(overrides)` is the function for programs and tests. The command line goes through `run_hydra`, Hydra's own
 entry, for --help, --cfg, completion and --multirun. Both check the request first (`override_check`, `yaml_check`), so
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from hp_train.config.faults import EVERYTHING, Fault
 from hp_train.config.key_check import check_value, is_interpolation
 from hp_train.config.override_check import Request, check_request
 from hp_train.config.schema import TrainerConfig
-from hp_train.config.schema_tree import LEAVES, OPTIONAL_SECTIONS, SECTIONS, Leaf, misfit, spell
+from hp_train.config.schema_tree import LEAVES, SECTIONS, Leaf, misfit, spell
 from hp_train.config.search_path import CONFIGS, SearchPath, search_path
 from hp_train.errors import ConfigError
 
@@ -225,14 +226,10 @@ def _normalize(config: TrainerConfig) -> None:
     """Give names their one spelling; unknown ones stay for the rules to refuse."""
     from hp_train.compile.pass_config import normalize_dp_mode, normalize_pp_schedule
 
-    try:
+    with suppress(ValueError):  # told by the rule for pp.schedule, with the names that are valid
         config.pp.schedule = normalize_pp_schedule(config.pp.schedule)
-    except ValueError:
-        pass  # told by the rule for pp.schedule, with the names that are valid
-    try:
+    with suppress(ValueError):  # told by the bounds of fsdp.dp_mode
         config.fsdp.dp_mode = normalize_dp_mode(config.fsdp.dp_mode)
-    except ValueError:
-        pass  # told by the bounds of fsdp.dp_mode
 
 
 def one_line(error: BaseException) -> str:

@@ -23,14 +23,14 @@ _OPTIONS = {
     "--cfg job": "print the composed config instead of training (-p GROUP for one group of it)",
     "--resolve": "with --cfg: print the values of interpolations",
     "--multirun": "one job for each combination of values given as key=a,b",
-    "--config-dir DIR": "a folder with recipes and options of your own; $HP_TRAIN_CONFIG_DIR and ./recipes are read too",
-    "--info searchpath": "print where configs are looked for (also: defaults-tree, config)",
+    "--config-dir DIR": "a folder with recipes and options of your own, besides $HP_TRAIN_CONFIG_DIR and ./recipes",
+    "--info searchpath": "print where configs are looked for (or defaults-tree, config)",
     "-sc install=bash": "print the script that completes groups, options and keys; eval it",
     "--version": "print the version",
 }
 _EXIT_CODES = (
-    "Exit codes: 0 done; 1 fault of the system; 2 fault in what was typed; 3 diverged; 75 stopped by a signal and saved;\n"
-    "130 stopped by Ctrl-C and saved."
+    "Exit codes: 0 done; 1 fault of the system; 2 fault in what was typed; 3 diverged;\n"
+    "75 stopped by a signal and saved; 130 stopped by Ctrl-C and saved."
 )
 
 

@@ -1,4 +1,4 @@
-"""Is this key in the schema and does this value have its type? For one `key = value`, from wherever it comes. No torch."""
+"""Is this key in the schema, has this value its type? For one `key = value`, from wherever it comes. No torch."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ def unknown_key(key: str, place: str = "") -> Fault:
     if owner.rstrip("0123456789.") in LEAVES or owner in LEAVES:
         leaf = LEAVES[owner] if owner in LEAVES else LEAVES[owner.rstrip("0123456789.")]
         return Fault(f"{place}{key}: {leaf.key} takes {leaf.expects()}, given whole", (leaf.key,))
-    if "." not in key:
-        near = nearest_key(key, (*GROUPS, *LEAVES))
-    else:
-        near = nearest_key(key, LEAVES)
+    near = nearest_key(key, LEAVES if "." in key else (*GROUPS, *LEAVES))
     hint = did_you_mean(near)
     if not hint:
         section = owner if owner in SECTIONS else ""

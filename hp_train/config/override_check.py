@@ -104,7 +104,8 @@ def _parse(parser: OverridesParser, argument: str, request: Request) -> Override
 def _deletion(argument: str) -> Fault:
     key = argument[1:].partition("=")[0]
     if key in SECTIONS or key == RECIPE_GROUP:
-        return Fault(f"{argument}: group {key} cannot be deleted; choose one of its options or set its keys", (f"{key}.",))
+        text = f"{argument}: group {key} cannot be deleted; choose one of its options or set its keys"
+        return Fault(text, (f"{key}.",))
     if key in LEAVES:
         return Fault(f"{argument}: a key cannot be deleted; give {key} a value", (key,))
     return Fault(f"{argument}: nothing can be deleted from the config, and it has no key {key}")

@@ -1,4 +1,4 @@
-"""Rules on the data: that it is there, that the model's vocabulary holds its tokens, that it is long enough. No torch."""
+"""Rules on the data: it is there, the model's vocabulary holds its tokens, it is long enough. No torch."""
 
 from __future__ import annotations
 

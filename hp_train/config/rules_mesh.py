@@ -58,7 +58,7 @@ def _mode(config: TrainerConfig) -> Iterator[str]:
 
 def _nodes(config: TrainerConfig) -> Iterator[str]:
     if config.launcher.name == "local" and config.launcher.nodes > 1:
-        yield f"launcher.nodes={config.launcher.nodes} needs a launcher that reaches other machines; launcher=local takes 1"
+        yield f"launcher.nodes={config.launcher.nodes}: launcher=local starts processes on this machine only; use 1"
 
 
 def _product(config: TrainerConfig) -> Iterator[str]:

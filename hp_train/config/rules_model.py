@@ -14,8 +14,8 @@ def _heads(config: TrainerConfig) -> Iterator[str]:
         yield f"model.num_heads={model.num_heads} does not divide model.dim={model.dim}; use {divisors_text(model.dim)}"
     elif model.dim // model.num_heads % 2:
         yield (
-            f"model.dim={model.dim} / model.num_heads={model.num_heads} = {model.dim // model.num_heads} features a head, "
-            "an odd number; rotary embeddings turn pairs, use sizes that give an even one"
+            f"model.dim={model.dim} / model.num_heads={model.num_heads} = {model.dim // model.num_heads} features "
+            "a head, an odd number; rotary embeddings turn pairs, use sizes that give an even one"
         )
 
 

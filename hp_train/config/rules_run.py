@@ -7,18 +7,20 @@ from collections.abc import Iterator
 
 from hp_train.config.rule import Rule
 from hp_train.config.schema import TrainerConfig
+from hp_train.config.schema_tree import spell
 
 
 def _not_yet(config: TrainerConfig) -> Iterator[str]:
     if config.metrics.wandb:
         yield "metrics.wandb=true is not supported yet; use metrics.tensorboard=true, or read metrics.jsonl"
     if config.metrics.profile_steps:
-        yield f"metrics.profile_steps={config.metrics.profile_steps} is not supported yet; use []"
+        yield f"metrics.profile_steps={spell(config.metrics.profile_steps)} is not supported yet; use []"
 
 
 def _betas(config: TrainerConfig) -> Iterator[str]:
-    if len(config.optimizer.betas) != 2:
-        yield f"optimizer.betas={config.optimizer.betas} has {len(config.optimizer.betas)} entries; give 2, such as [0.9,0.95]"
+    betas = config.optimizer.betas
+    if len(betas) != 2:
+        yield f"optimizer.betas={spell(betas)} has {len(betas)} entries; give 2, such as [0.9,0.95]"
 
 
 def _tensorboard(config: TrainerConfig) -> Iterator[str]:

@@ -59,8 +59,9 @@ def check_config(config: TrainerConfig, unknown: Iterable[str] = ()) -> list[Fau
 
 def _check_sections(config: TrainerConfig) -> Iterator[Fault]:
     for field in dataclasses.fields(config):
-        if not isinstance(getattr(config, field.name), type(field.default_factory())):
-            yield Fault(f"{field.name} is a group and cannot be {spell(getattr(config, field.name))}", (f"{field.name}.",))
+        value = getattr(config, field.name)
+        if not isinstance(value, type(field.default_factory())):
+            yield Fault(f"{field.name} is a group and cannot be {spell(value)}", (f"{field.name}.",))
 
 
 def _is_below_null(config: TrainerConfig, leaf: Leaf) -> bool:
