@@ -46,7 +46,7 @@ class _Box:
 def caption(timeline: Timeline) -> str:
     """One line: ranks, time, bubble, and the most activations alive per rank."""
     peaks = timeline.peak_activations
-    held = f"{peaks[0]} on every rank" if len(set(peaks)) == 1 else f"{max(peaks)} ({_abridged(peaks)})"
+    held = f"{peaks[0]} on every rank" if len(set(peaks)) == 1 else f"{max(peaks, default=0)} ({_abridged(peaks)})"
     return (
         f"{timeline.name}: {len(timeline.spans)} ranks, time {float(timeline.total_s):.4g}, "
         f"bubble {100 * timeline.bubble_fraction:.1f} %, peak activations {held}"

@@ -1,0 +1,184 @@
+"""Pictures and `hp-train schedule`: what they show, what they refuse, how they exit."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from hp_train.commands import schedule as command
+from hp_train.errors import ScheduleError
+from hp_train.schedule import (
+    SCHEDULES,
+    Costs,
+    MetaStep,
+    MetaStepType,
+    Timeline,
+    build_schedule,
+    draw,
+    draw_text,
+    load_schedule,
+    lower,
+    save_schedule,
+    simulate,
+)
+
+T = MetaStepType
+
+
+def _run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
+
+
+def _timeline(name: str = "1f1b") -> Timeline:
+    return simulate(build_schedule(name, 4, 8, None), Costs(1, 1, 1))
+
+
+def test_svg_holds_the_caption_ranks_and_every_micro_batch_number(tmp_path: Path) -> None:
+    draw(_timeline(), tmp_path / "x.svg")
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "x.svg").read_text())
+    assert "1f1b: 4 ranks, time 33, bubble 27.3 %, peak activations 4 (4 3 2 1)" in texts
+    assert {"rank 0", "rank 3", "forward", "backward"} <= set(texts)
+    assert sum(text == "7" for text in texts) == 2 * 4  # forward and backward of micro-batch 7 on each rank
+
+
+def test_pictures_are_the_same_each_time(tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg"):
+        draw(_timeline("dualpipe_v"), tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_png_shows_the_four_kinds_in_their_colours(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    draw(_timeline("dualpipe_v"), tmp_path / "x.PNG")
+    pixels = {tuple(pixel) for pixel in (255 * imread(tmp_path / "x.PNG")[::3, ::3, :3]).round().reshape(-1, 3).tolist()}
+    for colour in ("3d6fb6", "3f8f5b", "2a9d9a", "d98b2b"):
+        assert tuple(bytes.fromhex(colour)) in pixels
+
+
+def test_measured_events_draw_like_planned_ones(tmp_path: Path) -> None:
+    step = MetaStep(0, T.FWD, 0)
+    events = [
+        (1, MetaStep(0, T.FWD, 1), 102.0, 103.0),
+        (0, step, 100.0, 101.0),
+        (0, MetaStep(0, T.BWD_RECV, 0), 101.0, 105.0),
+        (1, MetaStep(0, T.BWD, 1), 103.0, 105.0),
+        (0, MetaStep(0, T.BWD, 0), 105.0, 107.0),
+    ]
+    timeline = Timeline.from_spans(events)
+    assert (timeline.total_s, timeline.busy_s, timeline.bubble_s) == (7.0, (3.0, 3.0), (4.0, 4.0))
+    assert timeline.local_bubble_s == (4.0, 0.0)
+    assert draw_text(timeline, 80).splitlines()[1:] == ["0 F0........B0--", "1 ....F0B0--...."]
+    draw(timeline, tmp_path / "measured.svg")
+    assert "waiting, moving" in (tmp_path / "measured.svg").read_text()
+
+
+@pytest.mark.parametrize("path", ["x.pdf", "x", "none/x.png"])
+def test_pictures_that_can_not_be_written_are_refused(path: str, tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="x"):
+        draw(_timeline(), tmp_path / path)
+
+
+def test_an_empty_timeline_is_no_picture(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="nothing to draw"):
+        draw(Timeline.from_spans([]), tmp_path / "x.png")
+    assert draw_text(Timeline.from_spans([])).startswith("measured: 0 ranks")
+
+
+def test_text_shows_each_rank_step_by_step() -> None:
+    text = draw_text(simulate(build_schedule("1f1b", 2, 2), Costs(1, 1, 1)), 80)
+    assert text.splitlines()[1:] == ["0 F0F1....B0--..B1--", "1 ..F0B0--F1B1--...."]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("width", [1, 20, 77])
+def test_text_keeps_to_its_width_and_its_markup_is_sound(name: str, width: int) -> None:
+    from rich.text import Text
+
+    timeline = _timeline(name)
+    rows = draw_text(timeline, width).splitlines()[1:]
+    assert len(rows) == 4 and all(len(row) <= max(width, 3) for row in rows)
+    assert Text.from_markup(draw_text(timeline, width, markup=True)).plain == draw_text(timeline, width)
+
+
+def test_list_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("list") == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(SCHEDULES)
+
+
+@pytest.mark.parametrize("name", ["zbv", "Interleaved1F1B"])
+def test_verify_proves_built_in_schedules_under_every_transport(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("verify", name, "--pp", "4", "--microbatches", "16") == 0
+    assert capsys.readouterr().out.count("proven under") == 4
+
+
+def test_verify_refuses_a_deadlock_with_its_cycle_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "my.csv"
+    path.write_text("0F0,0RECV_B0,0B0,0SEND_F0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    assert _run("verify", str(path), "--transport", "plain") == 2
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert out.startswith(f"{path}: refused under plain: deadlock: rank 0 step 1 0RECV_B0 waits for rank 1 step 3 1SEND_B0, which")
+
+
+def test_verify_says_how_many_more_violations_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "my.csv"
+    path.write_text("0F0,0F1,0B0,0B1,0SEND_F0\n1F0,1B0,1RECV_F0\n")
+    assert _run("verify", str(path), "--transport", "batch") == 2
+    assert re.search(r"refused under batch: .* \(and \d+ more\)\n$", capsys.readouterr().out)
+
+
+def test_lower_writes_what_the_api_lowers(tmp_path: Path) -> None:
+    out = tmp_path / "l.csv"
+    assert _run("lower", "zbv", "--pp", "2", "--microbatches", "4", "--transport", "batch", "--fsdp", "2", "--out", str(out)) == 0
+    assert load_schedule(out) == lower(build_schedule("zbv", 2, 4, 2), "batch", fsdp=2)
+
+
+def test_show_and_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("show", "1f1b", "--pp", "2", "--microbatches", "2", "--costs", "1,1,1") == 0
+    assert "1 ..F0B0--F1B1--...." in capsys.readouterr().out
+    assert _run("draw", "1f1b", "--pp", "2", "--microbatches", "2", "--out", str(tmp_path / "x.svg")) == 0
+    assert (tmp_path / "x.svg").stat().st_size > 1000
+
+
+def test_a_file_covers_its_own_sizes_only(tmp_path: Path) -> None:
+    path = str(tmp_path / "s.csv")
+    save_schedule(build_schedule("gpipe", 2, 4), path)
+    assert _run("verify", path, "--pp", "2", "--microbatches", "4", "--stages-per-rank", "1") == 0
+    with pytest.raises(ScheduleError, match="written for 4 micro-batches, not 8"):
+        _run("verify", path, "--microbatches", "8")
+
+
+def test_a_builder_of_ones_own_covers_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_schedules.py").write_text(
+        "from hp_train.schedule import build_schedule\n"
+        "def mine(pp_size, num_microbatches, stages_per_rank):\n"
+        "    return build_schedule('gpipe', pp_size, num_microbatches)\n"
+        "def wrong(pp_size, num_microbatches, stages_per_rank):\n"
+        "    return 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _run("verify", "my_schedules:mine", "--pp", "3", "--microbatches", "5") == 0
+    for source, says in (("my_schedules:none", "no function none"), ("my_schedules:wrong", "returned int"), ("no_such:x", "can't be imported")):
+        with pytest.raises(ScheduleError, match=says):
+            _run("verify", source, "--pp", "3", "--microbatches", "5")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("verify", "1f1b"), "needs a number of ranks"),
+        (("verify", "1f1b", "--pp", "4", "--microbatches", "3"), "num_microbatches=3 is less than pp_size=4"),
+        (("verify", "1f1b", "--pp", "4", "--microbatches", "4", "--transport", "x"), "transport 'x' is unknown"),
+        (("show", "1f1b", "--pp", "4", "--microbatches", "4", "--costs", "1,x"), "--costs 1,x must be"),
+        (("verify", "none.csv"), "none.csv: can't be read"),
+    ],
+)
+def test_bad_requests_are_one_line(arguments: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ScheduleError, match=says):
+        _run(*arguments)
