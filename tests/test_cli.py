@@ -1,0 +1,222 @@
+"""The command as a person types it: overview, recipes, help, printing, completion, several jobs, resuming."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hp_train import cli
+from hp_train.commands import resume as resume_command
+from hp_train.commands import train as train_command
+from hp_train.config.compose import compose
+from hp_train.config.schema import TrainerConfig
+from hp_train.config.schema_tree import LEAVES
+from hp_train.config.search_path import RECIPES
+from tests.command import hp_train, slowness_of_this_machine
+
+CFG_LIMIT_S = 0.5
+RECIPE_NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def test_bare_command_prints_verbs_five_commands_and_recipes(tmp_path: Path) -> None:
+    done = hp_train(cwd=tmp_path)
+    assert (done.code, done.stderr) == (0, "")
+    blocks = [block.splitlines() for block in done.stdout.split("\n\n")]
+    assert [line.split()[0] for line in blocks[1][1:]] == list(cli._VERBS)
+    assert len(blocks[2][1:]) == 5 and all(line.startswith("  hp-train ") for line in blocks[2][1:])
+    assert [line.split()[0] for line in blocks[3][1:]] == RECIPE_NAMES
+    assert all(len(line.split()) > 3 for line in blocks[3][1:]), "each recipe has its line"
+
+
+def test_the_commands_of_the_overview_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    compose(["recipe=llama_fsdp_pp", "accelerator.pp_size=1", "fsdp.dp_shard_size=2"])
+
+
+def test_recipes_tells_size_and_processes(tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "bad.yaml").write_text("# @package _global_\n# Broken.\nnope: 1\ndefaults: 3\n")
+    done = hp_train("recipes", cwd=tmp_path)
+    assert (done.code, done.stderr) == (0, "")
+    rows = {line.split()[0]: line.split(maxsplit=3)[1:] for line in done.stdout.splitlines()[1:]}
+    assert set(rows) == {*RECIPE_NAMES, "bad"}
+    assert rows["llama3_8b_fsdp"][:2] == ["8,030,261,248", "8"]
+    assert rows["llama3_70b_fsdp_pp"][:2] == ["70,553,706,496", "32"]
+    assert [rows[name][1] for name in ("llama_single", "llama_ddp", "llama_hsdp", "llama_fsdp_pp")] == list("1244")
+    assert rows["smollm2_135m"][:2] == ["134,515,008", "all"]
+    assert rows["bad"][0] == "broken"
+
+
+def test_help_names_every_group_option_and_key(tmp_path: Path) -> None:
+    done = hp_train("--help", "recipe=llama_pp", cwd=tmp_path)
+    assert (done.code, done.stderr) == (0, "")
+    assert all(f"  {key} " in done.stdout for key in LEAVES)
+    assert "fsdp: ddp, fsdp, hsdp" in done.stdout and "$HP_TRAIN_CONFIG_DIR" in done.stdout
+    assert f"recipe: {', '.join(RECIPE_NAMES)}" in done.stdout
+    assert "  pp_size: 2" in done.stdout, "the config as typed"
+
+
+def test_version(tmp_path: Path) -> None:
+    assert hp_train("--version", cwd=tmp_path).stdout.startswith("hp-train 0.")
+
+
+def test_cfg_prints_the_config_soon(tmp_path: Path) -> None:
+    times = []
+    for _ in range(3):
+        done = hp_train("--cfg", "job", "recipe=llama_fsdp_pp", "trainer.seed=4", cwd=tmp_path)
+        assert (done.code, done.stderr) == (0, "")
+        times.append(done.wall_s)
+        if done.wall_s >= CFG_LIMIT_S:
+            times.append(done.wall_s / max(1.0, slowness_of_this_machine()))
+    printed = yaml.safe_load(done.stdout)
+    assert printed["trainer"]["seed"] == 4 and printed["accelerator"]["pp_size"] == 2
+    assert set(printed) == {key.split(".")[0] for key in LEAVES}
+    assert min(times) < CFG_LIMIT_S
+
+
+def test_cfg_of_one_group(tmp_path: Path) -> None:
+    done = hp_train("--cfg", "job", "--resolve", "-p", "fsdp", "trainer.seq_len=${model.dim}", cwd=tmp_path)
+    assert yaml.safe_load(done.stdout)["dp_mode"] == "fsdp"
+
+
+def test_info_shows_where_configs_are_looked_for(tmp_path: Path) -> None:
+    done = hp_train("--info", "searchpath", cwd=tmp_path)
+    assert done.code == 0 and "hp-train://" in done.stdout
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m hp_train.cli --help | head -1"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert done.stdout.startswith("Usage: hp-train")
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("hp-train re", {"resume", "recipes"}),
+        ("hp-train recipe=llama_h", {"recipe=llama_hsdp"}),
+        ("hp-train train recipe=llama_h", {"recipe=llama_hsdp"}),
+        ("hp-train fsdp=", {"fsdp=fsdp", "fsdp=ddp", "fsdp=hsdp"}),
+        ("hp-train resume some/run trainer.max_st", {"trainer.max_steps="}),
+        ("hp-train recipe=llama_pp accelerator.pp", {"accelerator.pp_size="}),
+    ],
+)
+def test_completion(tmp_path: Path, line: str, offered: set[str]) -> None:
+    done = hp_train("-sc", "query=bash", cwd=tmp_path, env={"COMP_LINE": line, "COMP_POINT": str(len(line))})
+    assert (done.code, done.stderr) == (0, "")
+    assert offered <= set(done.stdout.split())
+
+
+def test_completion_installs(tmp_path: Path) -> None:
+    done = hp_train("-sc", "install=bash", cwd=tmp_path)
+    assert done.code == 0 and "complete -o nospace" in done.stdout
+
+
+# --- what is started, without starting it -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[TrainerConfig, str, list[str]]]:
+    """Collects what would have been started; `main` runs in this process, in a folder of its own."""
+    calls: list[tuple[TrainerConfig, str, list[str]]] = []
+
+    def start_run(config: TrainerConfig, *, recipe: str, overrides: list[str], argv: list[str]) -> int:
+        assert argv == sys.argv, "the command line as it was typed"
+        calls.append((config, recipe, overrides))
+        return 3 if config.trainer.seed == 33 else 75 if config.trainer.seed == 75 else 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_command, "start_run", start_run)
+    return calls
+
+
+def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["hp-train", *arguments])
+    return cli.main()
+
+
+def test_a_run_is_started_once_with_what_was_typed(started: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = ["recipe=llama_pp", "trainer.device=cpu", "trainer.run_name=${model.name}"]
+    assert main(monkeypatch, "train", *typed) == 0
+    [(config, recipe, overrides)] = started
+    assert (recipe, sorted(overrides)) == ("llama_pp", sorted(typed))
+    assert (config.accelerator.pp_size, config.trainer.run_name) == (2, "llama")
+    assert compose(overrides).config == config
+
+
+def test_a_run_without_recipe_has_none(started: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(monkeypatch, "trainer.max_steps=3") == 0
+    assert started[0][1] == ""
+
+
+def test_a_setting_without_effect_is_told(
+    started: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(monkeypatch, "pp=gpipe", "trainer.device=cpu") == 0
+    assert "hp-train: warning: pp.schedule=gpipe has no effect" in capsys.readouterr().err
+
+
+def test_multirun_runs_each_combination_and_ends_with_the_worst_code(
+    started: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = main(monkeypatch, "--multirun", "trainer.seed=1,33,2", "recipe=llama_pp,llama_single", "trainer.device=cpu")
+    assert [(config.trainer.seed, recipe) for config, recipe, _ in started] == [
+        (seed, recipe) for seed in (1, 33, 2) for recipe in ("llama_pp", "llama_single")
+    ]
+    assert all(compose(overrides).config == config for config, _, overrides in started)
+    assert code == 3
+
+
+def test_multirun_starts_nothing_if_one_job_is_wrong(
+    started: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert (
+        main(monkeypatch, "--multirun", "recipe=llama_pp", "trainer.global_batch_size=8,6", "trainer.device=cpu") == 2
+    )
+    assert main(monkeypatch, "--multirun", "trainer.seed=1,x") == 2
+    assert started == []
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and "trainer.global_batch_size=6" in lines[0] and "trainer.seed=x" in lines[1]
+
+
+def test_multirun_stops_when_a_job_was_stopped(started: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(monkeypatch, "--multirun", "trainer.seed=1,75,2", "trainer.device=cpu") == 75
+    assert [config.trainer.seed for config, _, _ in started] == [1, 75]
+
+
+def test_resume_hands_over_the_changed_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(
+        resume_command, "resume_run", lambda run_dir, config, **more: calls.append((run_dir, config, more)) or 0
+    )
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("trainer: {max_steps: 3, seed: 5, device: cpu}\n")
+    (run_dir / "overrides.yaml").write_text("recipe: ''\noverrides: [trainer.max_steps=3]\n")
+    assert main(monkeypatch, "resume", "run", "trainer.max_steps=6") == 0
+    [(given, config, more)] = calls
+    assert (given, config.trainer.max_steps, config.trainer.seed) == (run_dir, 6, 5)
+    assert more == {"overrides": ["trainer.max_steps=6"], "argv": sys.argv}
+
+
+def test_a_finished_run_says_so(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("trainer: {max_steps: 3, device: cpu}\n")
+    (run_dir / "overrides.yaml").write_text("recipe: ''\noverrides: []\n")
+    outcome = {"state": "done", "attempt": 1, "step": 3, "exit_code": 0, "message": ""}
+    (run_dir / "outcome.json").write_text(json.dumps(outcome))
+    before = sorted(os.listdir(run_dir))
+    done = hp_train("resume", "run", cwd=tmp_path)
+    assert (done.code, done.stderr) == (0, "") and "finished" in done.stdout
+    assert sorted(os.listdir(run_dir)) == before
