@@ -14,7 +14,7 @@ import pytest
 
 HP_TRAIN = Path(sys.executable).with_name("hp-train")
 SMALL = [
-    "recipe=llama_fsdp_pp", "model.dim=32", "model.num_heads=2", "model.ffn_dim=64", "trainer.seq_len=16",
+    "recipe=llama_fsdp_pp", "model.dim=32", "model.num_heads=2", "model.num_kv_heads=1", "model.ffn_dim=64", "trainer.seq_len=16",
     "trainer.device=cpu", "trainer.log_every=1", "trainer.eval_every=4", "trainer.eval_batches=1",
     "lr_scheduler.warmup_steps=2", "lr_scheduler.total_steps=12",
 ]  # fmt: skip

@@ -5,10 +5,12 @@ torch is imported by `launch.local` only, after everything that can be wrong has
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from contextlib import suppress
 from pathlib import Path
 
+from hp_train.compile.pass_config import build_pass_config_from_trainer_config
 from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ConfigError, ExitCode
 from hp_train.launch.capsule import describe_circumstances
@@ -86,6 +88,8 @@ def _plan(config: TrainerConfig) -> ProcessPlan:
 def _launch(run_dir: Path, config_path: Path, config: TrainerConfig, plan: ProcessPlan) -> int:
     trainer = config.trainer
     batch = BatchPlan(trainer.global_batch_size, plan.sizes.dp_size, trainer.micro_batch_size, trainer.seq_len)
+    pass_config = build_pass_config_from_trainer_config(config)
+    write_json(run_dir / "pass_config.json", dataclasses.asdict(pass_config))
     _say(batch.describe(), *plan.lines, f"run directory {run_dir}")
     with StopSignals().installed() as stop:
         from hp_train.launch.local import launch  # torch is loaded here, when nothing is left to refuse
