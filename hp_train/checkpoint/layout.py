@@ -113,7 +113,8 @@ def read_manifest(folder: Path) -> Manifest:
         mark = (folder / COMMITTED).read_bytes()
         text = (folder / MANIFEST).read_bytes()
     except FileNotFoundError as error:
-        raise CheckpointError(f"checkpoint {folder.name} is incomplete: {Path(error.filename).name} is missing") from None
+        missing = Path(error.filename).name
+        raise CheckpointError(f"checkpoint {folder.name} is incomplete: {missing} is missing") from None
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder.name} cannot be read: {error}") from error
     if mark != commit_mark(text):
@@ -128,14 +129,15 @@ def _decode_manifest(folder: Path, text: bytes) -> Manifest:
     try:
         content = json.loads(text)
         if content["format"] != FORMAT:
-            raise CheckpointError(f"checkpoint {folder.name} has format {content['format']}; this version reads {FORMAT}")
+            found = content["format"]
+            raise CheckpointError(f"checkpoint {folder.name} has format {found}; this version reads {FORMAT}")
         files = {name: FileRecord(int(file["bytes"]), str(file["sha256"])) for name, file in content["files"].items()}
         step = int(content["step"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {folder.name} is damaged: {MANIFEST} makes no sense ({error!r})") from error
     for name in files:
         if Path(name).name != name or name in ("", ".", ".."):
-            raise CheckpointError(f"checkpoint {folder.name} is damaged: {MANIFEST} names {name!r}, not a file of its own")
+            raise CheckpointError(f"checkpoint {folder.name} is damaged: {MANIFEST} names {name!r}, no file of its own")
     for name in (METADATA, PROGRESS):
         if name not in files:
             raise CheckpointError(f"checkpoint {folder.name} is damaged: {MANIFEST} lacks {name}")

@@ -75,9 +75,7 @@ def _fault(folder: Path, rank: int, world_size: int) -> str | None:
     return None
 
 
-def load_checkpoint(
-    folder: Path, state: CheckpointState, group: dist.ProcessGroup | None = None
-) -> dict[str, Any]:
+def load_checkpoint(folder: Path, state: CheckpointState, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Read the checkpoint in `folder` into `state`'s parameters and optimizer, and return its progress. Collective.
 
     The mesh may be another than the one that saved. Tensor files are taken to be whole: `find_checkpoint` has held
@@ -146,7 +144,8 @@ def _check_same_tensors(
     ]
     messages = [f"checkpoint {folder.name} {what} {_some(names)}" for what, names in faults if names]
     if messages:
-        raise ConfigError(*(f"{message} (are model.* and optimizer.name those it was saved with?)" for message in messages))
+        hint = "are model.* and optimizer.name those it was saved with?"
+        raise ConfigError(*(f"{message} ({hint})" for message in messages))
 
 
 def _union(lists: Any) -> list[str]:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hp_train.checkpoint.layout import Manifest
+from hp_train.checkpoint.layout import METADATA, Manifest, folder_name
 from hp_train.checkpoint.safetensors_file import DTYPE_CODES, DTYPES_BY_CODE
 from hp_train.errors import CheckpointError
 
@@ -64,7 +64,8 @@ def decode_metadata(content: object, manifest: Manifest) -> tuple[Metadata, Loca
         for name, entry in content["tensors"].items():  # type: ignore[index]
             tensors[name] = _decode_tensor(name, entry, manifest, locations)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"checkpoint of step {manifest.step} is damaged: metadata makes no sense ({error!r})") from error
+        problem = f"{METADATA} makes no sense ({error!r})"
+        raise CheckpointError(f"checkpoint {folder_name(manifest.step)} is damaged: {problem}") from error
     return Metadata(dict(tensors)), locations
 
 

@@ -1,8 +1,8 @@
 """Take metrics.jsonl back to the step a run resumes from, so that each step has one row. No torch.
 
-Rows of steps that will be taken again, and a last line torn by a crash, move to `metrics.attempt_N.jsonl` of the attempt
-that wrote them. Files are written beside and renamed, the moved rows first: a crash in between loses nothing, and
-cutting again changes nothing.
+Rows of steps that will be taken again, and a last line torn by a crash, move to the `metrics.attempt_N.jsonl` of the
+attempt that wrote them. Files are written beside and renamed, the moved rows first: a crash in between loses nothing,
+and cutting again changes nothing.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def save_checkpoint(
     Keeps `keep_last` complete checkpoints, this one included. Raises CheckpointError, on every rank, when any rank
     could not write; the checkpoints before are then untouched.
     """
-    shards = shards_to_save(state)
-    return write_shards(checkpoints_dir, step, shards, encode_json(dict(state.progress)), keep_last=keep_last, group=group)
+    shards, progress = shards_to_save(state), encode_json(dict(state.progress))
+    return write_shards(checkpoints_dir, step, shards, progress, keep_last=keep_last, group=group)
 
 
 def write_shards(

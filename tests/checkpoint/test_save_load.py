@@ -87,7 +87,8 @@ def test_every_dtype_and_shape_is_a_plain_safetensors_file(tmp_path: Path) -> No
         for shape in [(), (1,), (0,), (0, 5), (3, 5, 2)]:
             raw = torch.arange(1, 1 + max(1, torch.Size(shape).numel()) * 8, dtype=torch.uint8)
             raw = raw.remainder(2) if dtype is torch.bool else raw
-            tensors[f"model.{dtype}.{len(shape)}.{sum(shape)}"] = raw.view(dtype)[: torch.Size(shape).numel()].reshape(shape)
+            tensor = raw.view(dtype)[: torch.Size(shape).numel()].reshape(shape)
+            tensors[f"model.{dtype}.{len(shape)}.{sum(shape)}"] = tensor
     tensors["model.transposed"] = torch.arange(6.0).reshape(2, 3).T
     shards = {name: shard_of(tensor) for name, tensor in tensors.items()}
     folder = write_shards(tmp_path, 1, shards, encode_json({}), keep_last=1, group=None)

@@ -32,5 +32,5 @@ def test_promised_size_covers_the_files(tmp_path: Path, optimizer_name: str, tie
 
 def test_what_the_command_line_needs_imports_no_torch() -> None:
     modules = "layout", "retention", "size", "metrics_cut"
-    code = f"import sys, {', '.join(f'hp_train.checkpoint.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    imports = ", ".join(f"hp_train.checkpoint.{name}" for name in modules)
+    subprocess.run([sys.executable, "-c", f"import sys, {imports}; sys.exit('torch' in sys.modules)"], check=True)

@@ -42,8 +42,8 @@ def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
     for name, tensor in left.items():
         other = right[name]
         assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype), name
-        same = torch.equal(tensor.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8))
-        assert same, f"{name} differs"
+        bits, other_bits = (value.contiguous().reshape(-1).view(torch.uint8) for value in (tensor, other))
+        assert torch.equal(bits, other_bits), f"{name} differs"
 
 
 def save_steps(checkpoints_dir: Path, *steps: int, keep_last: int = 10) -> list[Path]:

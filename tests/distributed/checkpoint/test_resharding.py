@@ -65,7 +65,8 @@ def build(layout: str, rank: int, world_size: int, seed: int, steps: int) -> Che
     module = Named(names, seed)
     if layout == "ddp":
         for name, parameter in list(module.named_parameters()):
-            module.register_parameter(name, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate()])))
+            replica = distribute_tensor(parameter.detach(), mesh, [Replicate()])
+            module.register_parameter(name, torch.nn.Parameter(replica))
     elif mesh is not None:
         fully_shard(module, mesh=mesh)
     parameters = module.by_name()
@@ -233,7 +234,8 @@ def failing_saves(rank: int, world_size: int, root: Path) -> list[str]:
         (second / "optimizer-rank_00001.safetensors").write_bytes(damaged)
     dist.barrier()
     assert find_checkpoint(root) == first, "damage that one rank sees counts for all"
-    assert find_checkpoint(root if rank == 0 else root / "elsewhere") is None, "what one rank cannot see counts for none"
+    seen = root if rank == 0 else root / "elsewhere"
+    assert find_checkpoint(seen) is None, "what one rank cannot see counts for none"
     return messages
 
 
