@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hp_train.launch.owner import Owner
 from tests.command import Finished, hp_train, slowness_of_this_machine
 
 LIMIT_S = 0.7
@@ -37,42 +37,60 @@ def case(name: str, arguments: str | list[str], *lines: tuple[str, ...], **more:
     return Case(name, words, lines, **more)  # type: ignore[arg-type]
 
 
+def together(name: str, *cases: Case) -> Case:
+    """Several faults of one kind in one command, each with its line, in the order in which they are typed."""
+    return case(name, [word for bad in cases for word in bad.arguments], *[line for bad in cases for line in bad.lines])
+
+
 def own_recipe(text: str, name: str = "mine") -> dict[str, str]:
     return {f"recipes/{name}.yaml": f"# @package _global_\n{text}"}
 
 
 KEYS = [
-    case("misspelt key", "trainer.max_stepz=5", ("unknown key trainer.max_stepz", "trainer.max_steps")),
-    case("misspelt group of a key", "trainr.max_steps=5", ("unknown key trainr.max_steps", "trainer.max_steps")),
-    case("key without its group", "max_steps=5", ("unknown key max_steps", "trainer.max_steps")),
-    case("key like nothing", "trainer.xyzzy=5", ("unknown key trainer.xyzzy", "max_steps", "seq_len")),
-    case("added key", "+foo=1", ("unknown key foo",)),
-    case("added key in a group", "+trainer.foo=1", ("unknown key trainer.foo",)),
-    case("forced key", "++model.widht=1", ("unknown key model.widht",)),
-    case("key below a value", "trainer.max_steps.x=1", ("trainer.max_steps.x", "takes an integer")),
-    case("item of a list", "optimizer.betas.0=0.5", ("optimizer.betas takes a list of numbers",)),
-    case("Hydra's own", "hydra.launcher._target_=os.system", ("hydra.launcher._target_", "Hydra's own settings")),
-    case("Hydra's callbacks", "+hydra.callbacks.x._target_=os.system", ("hydra.callbacks",)),
+    together(
+        "unknown keys",
+        case("misspelt key", "trainer.max_stepz=5", ("unknown key trainer.max_stepz", "trainer.max_steps")),
+        case("misspelt group of a key", "trainr.max_steps=5", ("unknown key trainr.max_steps", "trainer.max_steps")),
+        case("key without its group", "max_steps=5", ("unknown key max_steps", "trainer.max_steps")),
+        case("key like nothing", "trainer.xyzzy=5", ("unknown key trainer.xyzzy", "max_steps", "seq_len")),
+        case("added key", "+foo=1", ("unknown key foo",)),
+        case("added key in a group", "+trainer.foo=1", ("unknown key trainer.foo",)),
+        case("forced key", "++model.widht=1", ("unknown key model.widht",)),
+        case("key below a value", "trainer.max_steps.x=1", ("trainer.max_steps.x", "takes an integer")),
+        case("item of a list", "optimizer.betas.0=0.5", ("optimizer.betas takes a list of numbers",)),
+        case("Hydra's own", "hydra.launcher._target_=os.system", ("hydra.launcher._target_", "Hydra's own settings")),
+        case("Hydra's callbacks", "+hydra.callbacks.x._target_=os.system", ("hydra.callbacks",)),
+    ),
     case("a target in a group", "+model._target_=os.system", ("unknown key model._target_",)),
     case("another place for a group", "fsdp@model=ddp", ("leave out @model",)),
 ]
 VALUES = [
-    case("text for integer", "trainer.max_steps=ten", ("trainer.max_steps=ten is not an integer", "1 to 1e+09")),
-    case("fraction for integer", "trainer.max_steps=1.5", ("trainer.max_steps=1.5 is not an integer",)),
-    case("boolean for integer", "trainer.max_steps=true", ("trainer.max_steps=true is not an integer",)),
-    case("list for integer", "trainer.max_steps=[1]", ("trainer.max_steps=[1] is not an integer",)),
-    case("mapping for integer", "trainer.max_steps={a:1}", ("trainer.max_steps={a:1} is not an integer",)),
-    case("null for integer", "trainer.max_steps=null", ("trainer.max_steps is empty", "an integer")),
-    case("text for number", "optimizer.lr=fast", ("optimizer.lr=fast is not a number",)),
-    case("number for list", "optimizer.betas=0.9", ("optimizer.betas=0.9 is not a list of numbers",)),
-    case("text in list", "pp.layer_split=[2,two]", ("pp.layer_split=[2,two] is not a list of integers",)),
+    together(
+        "wrong types",
+        case("text for integer", "trainer.max_steps=ten", ("trainer.max_steps=ten is not an integer", "1 to 1e+09")),
+        case("fraction for integer", "trainer.max_steps=1.5", ("trainer.max_steps=1.5 is not an integer",)),
+        case("boolean for integer", "trainer.max_steps=true", ("trainer.max_steps=true is not an integer",)),
+        case("list for integer", "trainer.max_steps=[1]", ("trainer.max_steps=[1] is not an integer",)),
+        case("mapping for integer", "trainer.max_steps={a:1}", ("trainer.max_steps={a:1} is not an integer",)),
+        case("null for integer", "trainer.max_steps=null", ("trainer.max_steps is empty", "an integer")),
+        case("text for number", "optimizer.lr=fast", ("optimizer.lr=fast is not a number",)),
+        case("number for list", "optimizer.betas=0.9", ("optimizer.betas=0.9 is not a list of numbers",)),
+        case("text in list", "pp.layer_split=[2,two]", ("pp.layer_split=[2,two] is not a list of integers",)),
+    ),
     case("short list", "optimizer.betas=[0.9]", ("optimizer.betas=[0.9]", "give 2")),
-    case("yes for true", "trainer.compile=yes", ("trainer.compile=yes is not true or false",)),
-    case("1 for true", "trainer.compile=1", ("trainer.compile=1 is not true or false",)),
-    case("on for true", "accelerator.loss_parallel=on", ("accelerator.loss_parallel=on is not true or false",)),
-    case("1 for true or auto", "fsdp.reshard_after_forward=1", ("fsdp.reshard_after_forward=1", "auto, true, false")),
-    case(
-        "text for integer or auto", "launcher.nproc_per_node=all", ("launcher.nproc_per_node=all", "1 to 4096 or auto")
+    together(
+        "truth",
+        case("yes for true", "trainer.compile=yes", ("trainer.compile=yes is not true or false",)),
+        case("1 for true", "trainer.compile=1", ("trainer.compile=1 is not true or false",)),
+        case("on for true", "accelerator.loss_parallel=on", ("accelerator.loss_parallel=on is not true or false",)),
+        case(
+            "1 for true or auto", "fsdp.reshard_after_forward=1", ("fsdp.reshard_after_forward=1", "auto, true, false")
+        ),
+        case(
+            "text for integer or auto",
+            "launcher.nproc_per_node=all",
+            ("launcher.nproc_per_node=all", "1 to 4096 or auto"),
+        ),
     ),
     case("no such choice", "trainer.device=gpu", ("trainer.device=gpu", "auto, cpu, cuda")),
     case("no such precision", "trainer.precision=fp16", ("trainer.precision=fp16", "auto, fp32, bf16")),
@@ -83,10 +101,13 @@ VALUES = [
     case("absurd", "model.dim=100000000000", ("model.dim=100000000000 is out of bounds", "1 to 1e+06")),
     case("absurd in a list", "optimizer.betas=[0.9,1.5]", ("optimizer.betas=[0.9,1.5] is out of bounds",)),
     case("-2 for all", "fsdp.dp_shard_size=-2", ("fsdp.dp_shard_size=-2 is out of bounds", "or -1")),
-    case("empty", "trainer.max_steps=", ("trainer.max_steps is empty",)),
-    case("empty path", "trainer.run_dir=", ("trainer.run_dir is empty",)),
-    case("blank text", ["trainer.run_name='  '"], ("trainer.run_name is empty",)),
-    case("missing marker", ["trainer.max_steps='???'"], ("trainer.max_steps has no value",)),
+    together(
+        "empty values",
+        case("empty", "trainer.max_steps=", ("trainer.max_steps is empty",)),
+        case("empty path", "trainer.run_dir=", ("trainer.run_dir is empty",)),
+        case("blank text", ["trainer.run_name='  '"], ("trainer.run_name is empty",)),
+        case("missing marker", ["trainer.max_steps='???'"], ("trainer.max_steps has no value",)),
+    ),
     case("unknown interpolation", "trainer.seq_len=${trainer.sequence}", ("trainer.seq_len", "cannot be resolved")),
     case("unset variable", "trainer.seq_len=${oc.env:HP_NO_SUCH}", ("trainer.seq_len", "HP_NO_SUCH")),
     case("circular", "trainer.seq_len=${trainer.seq_len}", ("trainer.seq_len=${trainer.seq_len} cannot be resolved",)),
@@ -102,9 +123,12 @@ VALUES = [
     case(
         "interpolated out of bounds", "trainer.seq_len=${trainer.eval_every}", ("trainer.seq_len=0 is out of bounds",)
     ),
-    case("several values", "trainer.max_steps=1,2", ("trainer.max_steps=1,2 gives several values", "--multirun")),
-    case("unreadable", "trainer.run_name=a=b", ("trainer.run_name=a=b cannot be read", "quote")),
-    case("unbalanced", "optimizer.betas=[0.9", ("optimizer.betas=[0.9 cannot be read",)),
+    together(
+        "unreadable values",
+        case("several values", "trainer.max_steps=1,2", ("trainer.max_steps=1,2 gives several values", "--multirun")),
+        case("unreadable", "trainer.run_name=a=b", ("trainer.run_name=a=b cannot be read", "quote")),
+        case("unbalanced", "optimizer.betas=[0.9", ("optimizer.betas=[0.9 cannot be read",)),
+    ),
 ]
 CHOICES = [
     case("recipe", "recipe=llama_fspd_pp", ("recipe=llama_fspd_pp", "did you mean llama_fsdp_pp", "llama_single")),
@@ -117,13 +141,16 @@ CHOICES = [
     case("schedule", f"{RECIPE} pp.schedule=1f1c", ("pp.schedule=1f1c is no schedule", "did you mean 1f1b", "gpipe")),
     case("schedule file", f"{RECIPE} pp.schedule=file:x.csv", ("pp.schedule=file:x.csv", "not supported yet")),
     case("mode", "fsdp.dp_mode=zero3", ("fsdp.dp_mode=zero3", "fsdp, ddp, hsdp")),
-    case("deleted group", "~trainer", ("~trainer", "cannot be deleted")),
-    case("deleted option", "~fsdp", ("~fsdp", "cannot be deleted")),
-    case("deleted key", "~trainer.max_steps", ("~trainer.max_steps", "give trainer.max_steps a value")),
-    case("group null", "trainer=null", ("trainer=null", "cannot be null")),
-    case("option null", "fsdp=null", ("fsdp=null", "cannot be null", "ddp, fsdp, hsdp")),
-    case("group as mapping", "trainer={max_steps:1}", ("trainer={max_steps:1} is not the name of an option",)),
-    case("two options", "fsdp=[ddp,hsdp]", ("fsdp=[ddp,hsdp] is not the name of an option",)),
+    together(
+        "groups",
+        case("deleted group", "~trainer", ("~trainer", "cannot be deleted")),
+        case("deleted option", "~fsdp", ("~fsdp", "cannot be deleted")),
+        case("deleted key", "~trainer.max_steps", ("~trainer.max_steps", "give trainer.max_steps a value")),
+        case("group null", "trainer=null", ("trainer=null", "cannot be null")),
+        case("option null", "fsdp=null", ("fsdp=null", "cannot be null", "ddp, fsdp, hsdp")),
+        case("group as mapping", "trainer={max_steps:1}", ("trainer={max_steps:1} is not the name of an option",)),
+        case("two options", "fsdp=[ddp,hsdp]", ("fsdp=[ddp,hsdp] is not the name of an option",)),
+    ),
 ]
 WORDS = [
     case("verb", "trian recipe=llama_single", ("trian is no verb", "did you mean train", "resume, recipes")),
@@ -329,6 +356,20 @@ def a_run(folder: Path) -> None:
     (folder / "run" / "overrides.yaml").write_text("recipe: ''\noverrides: []\n")
 
 
+def in_use(**owner: object) -> Callable[[Path], None]:
+    """A run whose launcher is this process, with changes."""
+
+    def prepare(folder: Path) -> None:
+        a_run(folder)
+        held = dataclasses.asdict(Owner.myself()) | owner
+        (folder / "run" / "owner.json").write_text(json.dumps(held))
+
+    return prepare
+
+
+ELSEWHERE = {"machine": "another boot", "host": "node7", "pid": 4711}
+
+
 def a_broken_run(folder: Path) -> None:
     a_run(folder)
     (folder / "run" / "config.yaml").write_text("trainer: {max_steps: [3\n")
@@ -355,6 +396,20 @@ MACHINE = [
     case("not writable", "trainer.run_dir=/proc/run", ("trainer.run_dir=/proc/run",)),
     case("run name", "trainer.run_name=../../x", ("trainer.run_name=../../x",)),
     case("disk", "model=llama3_405b data=random trainer.device=cpu", ("one checkpoint needs 4,870.2 GB",)),
+    case("in use here", "trainer.run_dir=run", ("trainer.run_dir=run is in use by process",), prepare=in_use()),
+    case(
+        "in use elsewhere",
+        "trainer.run_dir=run",
+        ("in use by process 4711 on node7",),
+        prepare=in_use(**ELSEWHERE, heartbeat=time.time() + 3000),
+    ),
+    case(
+        "left by a launcher that died",
+        "trainer.run_dir=run",
+        ("holds a run already",),
+        prepare=in_use(**ELSEWHERE, heartbeat=time.time() - 61),
+    ),
+    case("resume of a run in use", "resume run", ("is in use by process",), prepare=in_use()),
     case("missing run", "resume nowhere", ("nowhere does not exist",)),
     case("no run", "resume empty", ("empty holds no run",), prepare=lambda folder: (folder / "empty").mkdir()),
     case("resume with a typo", "resume run trainer.max_stepz=5", ("unknown key trainer.max_stepz",), prepare=a_run),
@@ -437,9 +492,3 @@ def refused_in_time(bad: Case, cwd: Path) -> Finished:
         if times[-1] < LIMIT_S:
             return finished
     raise AssertionError(f"{bad.arguments} took {min(times):.2f} s, in proportion; the limit is {LIMIT_S} s")
-
-
-def owner_file(folder: Path, **changes: object) -> None:
-    a_run(folder)
-    owner = {"pid": os.getpid(), "host": socket.gethostname(), "heartbeat": time.time(), **changes}
-    (folder / "run" / "owner.json").write_text(json.dumps(owner))
