@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help=".txt (a document each, or see --separator), .jsonl (a document a line), either also .gz, or a folder of them",
+        help=".txt (a document each, or see --separator), .jsonl (a document a line), these .gz, or a folder of them",
     )
     prepare.add_argument(
         "--tokenizer",

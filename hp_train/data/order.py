@@ -1,8 +1,8 @@
 """The order of samples: which sequence of the corpus a global sample index means.
 
-Pure; imports numpy only, never torch. Every epoch visits every sequence once, in an order that is a pure function of (seed, epoch, number of sequences): a
-keyed permutation computed entry by entry, so nothing is shuffled, stored or replayed. To resume a run, or to move it
-to another mesh, the count of samples seen is all that is needed.
+Pure; imports numpy only, never torch. Every epoch visits every sequence once, in an order that is a pure function of
+(seed, epoch, number of sequences): a keyed permutation computed entry by entry, so nothing is shuffled, stored or
+replayed. To resume a run, or to move it to another mesh, the count of samples seen is all that is needed.
 
 The permutation is a generalised Feistel network on Z_a x Z_b with a*b just above n, and cycle-walking for the few
 values that fall outside n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). The round
@@ -25,7 +25,7 @@ _GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scramble 64-bit integers, one to one: a flipped bit of the input flips each bit of the output half of the time."""
+    """Scramble 64-bit integers, one to one: a flipped input bit flips each output bit half of the time."""
     mixed = values + _GOLDEN_RATIO
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

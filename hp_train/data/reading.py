@@ -1,8 +1,8 @@
 """Input files to pieces of work: a stream of `Task`s, each small enough to hold, in the order of the inputs.
 
-Never torch. Reading is one process's job and does no more than find line ends; parsing and encoding (`encode_task`) run in the
-workers. .txt is one document, or several where a separator line is given; .jsonl is a document a line. Both may be
-gzipped.
+Never torch. Reading is one process's job and does no more than find line ends; parsing and encoding (`encode_task`)
+run in the workers. .txt is one document, or several where a separator line is given; .jsonl is a document a line. Both
+may be gzipped.
 """
 
 from __future__ import annotations

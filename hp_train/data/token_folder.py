@@ -34,7 +34,7 @@ OFFSET_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a tokenizer's ids mean. `size` counts special tokens too; `sha256` is of the tokenizer file, None for bytes."""
+    """What a tokenizer's ids mean. `size` counts special tokens; `sha256` is of the tokenizer file, None for bytes."""
 
     tokenizer: str
     sha256: str | None

@@ -39,7 +39,7 @@ def token_dtype(max_token_id: int) -> str:
 
 
 class TokenFolderWriter:
-    """Context manager: `add` tokens and documents in order, then `finish`. Left without `finish`, it removes all traces."""
+    """Context manager: `add` tokens and documents in order, then `finish`. Without `finish`, no trace stays."""
 
     def __init__(self, out: Path, dtype: str, eos_id: int | None) -> None:
         self._out = out
