@@ -27,14 +27,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _add_source(verb)
     for verb in (show, picture):
         verb.add_argument(
-            "--costs", default="1,1,1", metavar="F,I,W[,P2P]", help="cost of forward, input and weight gradient, transfer"
+            "--costs",
+            default="1,1,1",
+            metavar="F,I,W[,P2P]",
+            help="cost of forward, input and weight gradient, transfer",
         )
     show.add_argument("--width", type=int, default=120, help="characters a line")
-    picture.add_argument("--out", default=None, metavar="PATH", help=".svg or .png; default: the schedule's name and .svg")
+    picture.add_argument(
+        "--out", default=None, metavar="PATH", help=".svg or .png; default: the schedule's name and .svg"
+    )
     lowered.add_argument("--out", default=None, metavar="PATH", help="CSV file; default: standard output")
     lowered.add_argument("--transport", default="plain", metavar="|".join(TRANSPORTS))
     proof.add_argument("--transport", default=None, metavar="|".join(TRANSPORTS), help="default: each of them")
-    proof.add_argument("--max-activations", type=int, default=None, metavar="N", help="bound on activations held by a rank")
+    proof.add_argument(
+        "--max-activations", type=int, default=None, metavar="N", help="bound on activations held by a rank"
+    )
     for verb in (lowered, proof):
         _add_lowering(verb)
 
@@ -47,7 +54,9 @@ def _add_source(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_lowering(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--fsdp", type=int, default=None, metavar="N", help="shard parameters, at most N stages unsharded")
+    verb.add_argument(
+        "--fsdp", type=int, default=None, metavar="N", help="shard parameters, at most N stages unsharded"
+    )
     verb.add_argument("--swap", type=int, default=None, metavar="N", help="swap activations idle for N compute steps")
     verb.add_argument("--overlap", default=None, metavar="f_b|b_f", help="pair neighbouring forwards and backwards")
     verb.add_argument("--data", action="store_true", help="load on the first rank, send targets to the last")

@@ -19,9 +19,7 @@ Slot = tuple[int, int]
 """A stage and a micro-batch."""
 
 
-def build_schedule(
-    name: str, pp_size: int, num_microbatches: int, stages_per_rank: int | None = 1
-) -> Schedule:
+def build_schedule(name: str, pp_size: int, num_microbatches: int, stages_per_rank: int | None = 1) -> Schedule:
     """The schedule `name` for these sizes, compute steps only.
 
     stages_per_rank: None takes what the schedule runs with by default (2 for the interleaved and V schedules, else 1).

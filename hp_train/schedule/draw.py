@@ -1,8 +1,8 @@
 """Pictures of a timeline: a PNG or SVG file (`draw`), or text for a terminal (`draw_text`).
 
-No torch; matplotlib is imported by `draw` alone. Ranks are rows, time runs to the right, each box is a forward or backward
-step with its micro-batch number. Simulated and measured timelines are drawn alike; waiting in sends and receives,
-which only measured ones have, is a thin grey line.
+No torch; matplotlib is imported by `draw` alone. Ranks are rows, time runs to the right, each box is a forward or
+backward step with its micro-batch number. Simulated and measured timelines are drawn alike; waiting in sends and
+receives, which only measured ones have, is a thin grey line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ _COLOURS = {
     _T.BWD_WEIGHT: ("#d98b2b", "#f2cb94"),
 }
 _OTHER_COLOUR = "#9a9a9a"
-_STYLES = {_T.FWD: "white on blue", _T.BWD: "black on green", _T.BWD_INPUT: "black on cyan", _T.BWD_WEIGHT: "black on yellow"}
+_STYLES = {
+    _T.FWD: "white on blue",
+    _T.BWD: "black on green",
+    _T.BWD_INPUT: "black on cyan",
+    _T.BWD_WEIGHT: "black on yellow",
+}
 _SUFFIXES = (".png", ".svg")
 
 
@@ -134,7 +139,9 @@ def _add_boxes(axes: object, timeline: Timeline, boxes: list[_Box]) -> None:
             if not span.step.computes and span.end_s > span.start_s:
                 waits[span.rank].append((float(span.start_s - timeline.start_s), float(span.end_s - span.start_s)))
     for number, (rank, spans) in enumerate(waits.items()):
-        axes.broken_barh(spans, (rank + 0.46, 0.08), facecolor=_OTHER_COLOUR, label=None if number else "waiting, moving")
+        axes.broken_barh(
+            spans, (rank + 0.46, 0.08), facecolor=_OTHER_COLOUR, label=None if number else "waiting, moving"
+        )
     rows: dict[tuple[MetaStepType, bool, int, float, float], list[tuple[float, float]]] = defaultdict(list)
     for box in sorted(boxes, key=lambda box: (list(_KINDS).index(box.part.meta_type), box.is_later_stage)):
         rows[box.part.meta_type, box.is_later_stage, box.rank, box.bottom, box.height].append(

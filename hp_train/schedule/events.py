@@ -1,7 +1,7 @@
 """A schedule taken apart for the proof: every single step with its place, and the rules of who needs whom.
 
-No torch. Composite steps dissolve into the single steps that run or meet inside them; each keeps the rank and position of
-the step that it stands in, and an index that says what comes first within the rank.
+No torch. Composite steps dissolve into the single steps that run or meet inside them; each keeps the rank and position
+of the step that it stands in, and an index that says what comes first within the rank.
 """
 
 from __future__ import annotations

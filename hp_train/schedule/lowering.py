@@ -13,7 +13,7 @@ from hp_train.schedule.p2p import add_data_steps, add_p2p, attach_fwd_boundary_p
 from hp_train.schedule.pairing import pair_overlap_b_f, pair_overlap_f_b
 from hp_train.schedule.residency import add_fsdp_reduce_grad, add_fsdp_unshard_reshard, add_swap
 from hp_train.schedule.steps import FSDP_TYPES, P2P_TYPES, MetaStepType, Schedule
-from hp_train.schedule.verify import TRANSPORTS, check_transport, verify
+from hp_train.schedule.verify import check_transport, verify
 
 __all__ = [
     "AUTO_TRANSPORTS",
@@ -74,7 +74,9 @@ def lower(
 
 
 def select_transport(schedule: Schedule, supported: Sequence[str], **options: object) -> tuple[str, Schedule]:
-    """`auto`: the first of AUTO_TRANSPORTS that the backend supports and the schedule is proven under, and the lowered schedule.
+    """The transport that `auto` stands for, and the schedule lowered for it.
+
+    It is the first of AUTO_TRANSPORTS that the backend supports and under which the schedule is proven.
 
     supported: transports that the backend can do. options: as for `lower`.
     Raises ScheduleError with the reason for each if there is none.

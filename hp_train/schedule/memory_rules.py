@@ -63,4 +63,6 @@ def check_swaps(parts: Dissection, findings: Findings) -> None:
             chain.append(backward)
         for earlier, later in zip(chain, chain[1:], strict=False):
             if earlier.index > later.index:
-                findings.add(f"{later} comes before {earlier.step} at step {earlier.position}, which must be done by then")
+                findings.add(
+                    f"{later} comes before {earlier.step} at step {earlier.position}, which must be done by then"
+                )

@@ -17,7 +17,15 @@ from itertools import groupby
 
 from hp_train.errors import ScheduleError
 from hp_train.schedule.simulate import UNIT_COSTS, Number, Span, simulate, simulate_split
-from hp_train.schedule.steps import BACKWARD_TYPES, DATA_TYPES, OVERLAP_TYPES, P2P_TYPES, MetaStep, MetaStepType, Schedule
+from hp_train.schedule.steps import (
+    BACKWARD_TYPES,
+    DATA_TYPES,
+    OVERLAP_TYPES,
+    P2P_TYPES,
+    MetaStep,
+    MetaStepType,
+    Schedule,
+)
 
 _T = MetaStepType
 _STAGE_P2P = P2P_TYPES - DATA_TYPES
@@ -50,7 +58,7 @@ def add_p2p(schedule: Schedule) -> Schedule:
 
 
 def add_data_steps(schedule: Schedule) -> Schedule:
-    """Load each micro-batch on the first stage's rank, just before its forward, and carry its targets to the last stage's.
+    """Load each micro-batch on the first stage's rank, just before its forward; carry its targets to the last stage.
 
     DATA_SEND has stage 0, DATA_RECV the last stage; neither exists if one rank holds both. Goes before coalescing.
     Raises ScheduleError if data steps are there already or the order of sends and receives is not one of `add_p2p`.
@@ -167,15 +175,17 @@ def _is_p2p(step: MetaStep) -> bool:
 
 
 def attach_fwd_boundary_p2p(schedule: Schedule) -> Schedule:
-    """Hang the batch that follows a forward on the forward's boundary; give OVERLAP steps a boundary between their parts.
+    """Hang the batch that follows a forward on its boundary, and give OVERLAP steps a boundary between their parts.
 
     What the first part of an OVERLAP step makes leaves at its boundary, while the second part still runs, provided that
     the orders are those of `add_p2p`; a person's own order of sends and receives stays as it is.
     """
     flat = schedule.with_orders(_flattened(order) for order in schedule.orders)
-    if any(step.meta_type in OVERLAP_TYPES for order in flat.orders for step in order):
-        if _Axis(flat, split_overlaps=False).is_followed:
-            return _hang_on_forwards(coalesce_p2p(_split_at_boundaries(flat)))
+    steps = [step for order in flat.orders for step in order]
+    overlaps = any(step.meta_type in OVERLAP_TYPES for step in steps)
+    own_boundaries = any(step.boundary_p2p for step in steps)
+    if overlaps and not own_boundaries and _Axis(flat, split_overlaps=False).is_followed:
+        schedule = _split_at_boundaries(flat)
     return _hang_on_forwards(coalesce_p2p(schedule))
 
 

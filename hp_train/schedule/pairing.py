@@ -1,9 +1,9 @@
 """Pairing neighbouring forwards and backwards of a rank into OVERLAP steps: `pair_overlap_f_b`, `pair_overlap_b_f`.
 
-No torch. A pair starts only when both parts have their inputs and hands on both results at its end, so pairing carelessly
-makes ranks wait for each other in a circle (in gpipe: every rank's last forward with its first backward). The
-orders are therefore run on paper and a pair is made only where both parts are ready; where all ranks have stopped to
-wait for a second part, the earliest first part runs alone. The run itself shows that the result can't deadlock.
+No torch. A pair starts only when both parts have their inputs and hands on both results at its end, so pairing
+carelessly makes ranks wait for each other in a circle (in gpipe: every rank's last forward with its first backward).
+The orders are therefore run on paper and a pair is made only where both parts are ready; where all ranks have stopped
+to wait for a second part, the earliest first part runs alone. The run itself shows that the result can't deadlock.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class _Pairing:
             if self.position[rank] == position:  # else it found its second part meanwhile
                 self._emit(rank, self.schedule.orders[rank][position])
                 self.runnable.append(rank)
-        assert all(at == len(order) for at, order in zip(self.position, self.schedule.orders, strict=True)), self.position
+        assert all(at == len(order) for at, order in zip(self.position, self.schedule.orders, strict=True)), (
+            self.position
+        )
         return self.schedule.with_orders(self.paired)
 
     def _advance(self, rank: int) -> None:

@@ -73,9 +73,9 @@ _NAME_OF_FOLDED = {_folded(alias): name for name, info in SCHEDULES.items() for 
 
 
 def normalize_schedule_name(name: str) -> str:
-    """The registry's name for `name`: case, blanks, dashes and underscores aside; names of torch's pipelining are accepted.
+    """The registry's name for `name`; case, blanks, dashes and underscores do not matter.
 
-    Raises ScheduleError that names the nearest and all valid names.
+    Names of torch's pipelining are accepted too. Raises ScheduleError that names the nearest and all valid names.
     """
     if not isinstance(name, str):
         raise ScheduleError(f"a schedule is named by a string, not {name!r}; use one of {', '.join(SCHEDULES)}")
@@ -114,8 +114,8 @@ def check_sizes(name: str, pp_size: int, num_microbatches: int, stages_per_rank:
         )
     if name == "1f1b" and num_microbatches < pp_size:
         faults.append(
-            f"num_microbatches={num_microbatches} is less than pp_size={pp_size}: 1f1b alternates only once every stage "
-            f"has a micro-batch; use at least {pp_size} micro-batches, or schedule gpipe"
+            f"num_microbatches={num_microbatches} is less than pp_size={pp_size}: 1f1b alternates only once every "
+            f"stage has a micro-batch; use at least {pp_size} micro-batches, or schedule gpipe"
         )
     if name == "dualpipe_v" and num_microbatches < 2 * pp_size:
         faults.append(

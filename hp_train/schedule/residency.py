@@ -14,7 +14,7 @@ from hp_train.schedule.steps import BACKWARD_TYPES, FSDP_TYPES, SWAP_TYPES, Meta
 
 _T = MetaStepType
 MIN_SWAP_GAP = 2
-"""Compute steps that must lie between a forward and its backward for a swap: one hides the copy out, one the copy in."""
+"""Fewest compute steps between forward and backward of a swap: one hides the copy out, one the copy in."""
 
 
 def add_fsdp_unshard_reshard(schedule: Schedule, max_active_stages: int) -> Schedule:
@@ -98,7 +98,9 @@ def add_swap(schedule: Schedule, min_gap: int) -> Schedule:
     step ahead of the BWD or BWD_INPUT and awaited just before it. Raises ScheduleError for min_gap below MIN_SWAP_GAP.
     """
     if type(min_gap) is not int or min_gap < MIN_SWAP_GAP:
-        raise ScheduleError(f"min_gap={min_gap!r} must be an integer of at least {MIN_SWAP_GAP}: one step to copy out, one in")
+        raise ScheduleError(
+            f"min_gap={min_gap!r} must be an integer of at least {MIN_SWAP_GAP}: one step to copy out, one in"
+        )
     if schedule.has_any(SWAP_TYPES):
         raise ScheduleError(f"{schedule.name}: has SWAP steps already")
     return schedule.with_orders(_swapping(order, min_gap) for order in schedule.orders)

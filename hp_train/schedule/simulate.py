@@ -33,9 +33,7 @@ class Costs:
 
     def per_stage(self, num_stages: int) -> dict[MetaStepType, tuple[Number, ...]]:
         """Cost by kind of compute step and stage. Raises ScheduleError for a wrong length or a negative cost."""
-        fwd, bwd_input, bwd_weight = (
-            self._spread(key, num_stages) for key in ("fwd", "bwd_input", "bwd_weight")
-        )
+        fwd, bwd_input, bwd_weight = (self._spread(key, num_stages) for key in ("fwd", "bwd_input", "bwd_weight"))
         if not self.p2p >= 0:
             raise ScheduleError(f"costs.p2p={self.p2p} must be at least 0")
         bwd = tuple(ours + weights for ours, weights in zip(bwd_input, bwd_weight, strict=True))
@@ -43,9 +41,11 @@ class Costs:
 
     def _spread(self, key: str, num_stages: int) -> tuple[Number, ...]:
         value = getattr(self, key)
-        costs = tuple(value) if isinstance(value, (tuple, list)) else (value,) * num_stages
+        costs = tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
         if len(costs) != num_stages:
-            raise ScheduleError(f"costs.{key} has {len(costs)} entries for {num_stages} stages; give one each, or a number")
+            raise ScheduleError(
+                f"costs.{key} has {len(costs)} entries for {num_stages} stages; give one each, or a number"
+            )
         if not all(cost >= 0 for cost in costs):
             raise ScheduleError(f"costs.{key}={value} must be at least 0")
         return costs
@@ -217,9 +217,8 @@ class _Simulation:
         for rank, order in enumerate(self.schedule.orders):
             position = len(self.spans[rank])
             if position < len(order):
-                raise ScheduleError(
-                    f"{self.schedule.name}: can't run: rank {rank} step {position} {order[position]} never gets its input"
-                )
+                stuck = f"rank {rank} step {position} {order[position]}"
+                raise ScheduleError(f"{self.schedule.name}: can't run: {stuck} never gets its input")
         return Timeline._of_rows(self.spans, self.schedule.name)
 
     def _advance(self, rank: int, runnable: list[int]) -> None:

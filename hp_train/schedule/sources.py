@@ -28,7 +28,7 @@ def open_schedule(
     *,
     allow_code: bool = False,
 ) -> Schedule:
-    """The schedule that `source` names: a built-in name, `PATH.csv` or `file:PATH`, or `pkg.mod:builder` with allow_code.
+    """The schedule that `source` names: built-in, `PATH.csv` or `file:PATH`, or `pkg.mod:builder` with allow_code.
 
     A builder is called with (pp_size, num_microbatches, stages_per_rank) and returns a Schedule. A name or a builder
     covers all sizes and needs the first two; a file covers its own only, so sizes given must be equal to those.
@@ -59,7 +59,9 @@ def _check_file_sizes(
     for what, wanted, own in asked:
         if wanted is not None and {wanted} != own:
             has = " or ".join(map(str, sorted(own)))
-            raise ScheduleError(f"{schedule.name}: is written for {has} {what}, not {wanted}; a file covers no other number")
+            raise ScheduleError(
+                f"{schedule.name}: is written for {has} {what}, not {wanted}; a file covers no other number"
+            )
 
 
 def _call_builder(

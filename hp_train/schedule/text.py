@@ -55,10 +55,11 @@ def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
 
 
 def load_schedule(path: str | os.PathLike[str]) -> Schedule:
-    """Read a schedule CSV, of ours or of torch's pipelining. Stages, placement and micro-batch count follow from its cells.
+    """Read a schedule CSV, of ours or of torch's pipelining.
 
-    Raises ScheduleError for a file that can't be read, a cell that is no step, a step that stands twice, a stage on
-    two ranks, or numbers with gaps. Whether the orders can run is for `verify` to say.
+    Number of stages, their ranks and the number of micro-batches follow from its cells. Raises ScheduleError for a file
+    that can't be read, a cell that is no step, a step that stands twice, a stage on two ranks, or numbers with gaps.
+    Whether the orders can run is for `verify` to say.
     """
     try:
         content = Path(path).read_text(encoding="utf-8-sig")

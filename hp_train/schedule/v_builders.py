@@ -25,7 +25,7 @@ class _RankOrder:
         self._owed_weights: deque[MetaStep] = deque()
 
     def add(self, pattern: str, times: int = 1) -> None:
-        """Append the steps of `pattern`, e.g. "F0 I1 W1", `times` over; "w" is the oldest weight gradient still owed."""
+        """Append the steps of `pattern`, e.g. "F0 I1 W1", `times` over; "w" is the weight gradient owed longest."""
         letters = pattern.split()
         for _ in range(times):
             for letter in letters:

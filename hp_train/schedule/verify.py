@@ -1,9 +1,9 @@
 """The proof: whether a lowered schedule can run to its end, on right inputs, under a transport.
 
-No torch. `verify` takes the schedule apart into single steps (`events`), checks what must hold wherever the ranks happen
-to be (every step once and in order, tensors sent, received and consumed, parameters and activations in memory when used),
-and then, if all of that holds, walks all ranks through their transfers (`progress`). The runtime runs proven
-schedules only.
+No torch. `verify` takes the schedule apart into single steps (`events`), checks what must hold wherever the ranks
+happen to be (every step once and in order, tensors sent, received and consumed, parameters and activations in memory
+when used), and then, if all of that holds, walks all ranks through their transfers (`progress`). The runtime runs
+proven schedules only.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _check_order(earlier: Event | None, later: Event | None, findings: Findings)
 
 
 def _check_transfers(parts: Dissection, findings: Findings) -> None:
-    """Every tensor that crosses ranks is sent once it is made, received before it is used, and in its channel's order."""
+    """Every tensor that crosses ranks is sent once made, received before it is used, and in its channel's order."""
     sent: dict[tuple[int, int], list[Event]] = {}
     received: dict[tuple[int, int], list[Event]] = {}
     for row in parts.rows:
@@ -198,7 +198,7 @@ def _check_channel(parts: Dissection, sends: list[Event], receives: list[Event],
 
 
 def _check_data(parts: Dissection, findings: Findings) -> None:
-    """If any data step exists: each micro-batch loaded before its first forward, its targets carried to the last stage."""
+    """If any data step exists: each micro-batch is loaded before its forward, its targets carried to the last stage."""
     if parts.kinds.isdisjoint(DATA_TYPES):
         return
     where, ranks = parts.where, parts.schedule.rank_of_stage

@@ -1,8 +1,8 @@
 """Independent models that the schedule package is held against. Slow, small, and sharing no code with it.
 
 `longest_paths` times a schedule by relaxing start times until nothing changes. `Machine` runs a lowered schedule
-like a cluster would: values are tokens, channels match sends and receives by arrival alone, and every compute step looks at
-the tokens that it is given. What ends with every gradient made once, from the right tokens, was harmless.
+like a cluster would: values are tokens, channels match sends and receives by arrival alone, and every compute step
+looks at the tokens that it is given. What ends with every gradient made once, from the right tokens, was harmless.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Machine:
         self.schedule, self.transport = schedule, transport
         self.random = random.Random(seed)
         self.programs = [deque(self._program(order)) for order in schedule.orders]
-        self.slots: list[dict] = [{} for _ in schedule.orders]  # what each rank holds, by the name it is looked up under
+        self.slots: list[dict] = [
+            {} for _ in schedule.orders
+        ]  # what each rank holds, by the name it is looked up under
         self.saved: list[dict] = [{} for _ in schedule.orders]  # activation -> "live", "leaving", "out", "coming"
         self.done = Counter()
         self.channels: dict[tuple[int, int], tuple[deque, deque]] = {}
@@ -80,8 +82,12 @@ class Machine:
         self.serial = 0
         self.unsharded: list[set] = [set() for _ in schedule.orders]
         self.reduced: Counter = Counter()
-        kinds = {leaf.type for order in schedule.orders for step in order for leaf in (step, *(step.sub_steps or ()),
-                                                                                       *(step.boundary_p2p or ()))}
+        kinds = {
+            leaf.type
+            for order in schedule.orders
+            for step in order
+            for leaf in (step, *(step.sub_steps or ()), *(step.boundary_p2p or ()))
+        }
         self.has_fsdp = bool(kinds & {T.FSDP_UNSHARD, T.FSDP_RESHARD, T.FSDP_REDUCE_GRAD})
         self.has_data = bool(kinds & {T.DATA_LOAD, T.DATA_SEND, T.DATA_RECV})
         self.last_rank = schedule.rank_of_stage[-1]
@@ -160,8 +166,11 @@ class Machine:
         channel = (rank, peer) if is_send else (peer, rank)
         sends, receives = self.channels.setdefault(channel, (deque(), deque()))
         if is_send:
-            name = ("T", step.micro_index) if step.type is T.DATA_SEND else (
-                "F" if step.type is T.FWD_SEND else "G", step.stage_index, step.micro_index)
+            name = (
+                ("T", step.micro_index)
+                if step.type is T.DATA_SEND
+                else ("F" if step.type is T.FWD_SEND else "G", step.stage_index, step.micro_index)
+            )
             if name not in self.slots[rank]:
                 raise Harm(f"{step} has nothing to send")
             sends.append((ticket, self.slots[rank][name]))

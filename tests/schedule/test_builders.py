@@ -144,7 +144,9 @@ def test_every_span_is_that_of_an_independent_simulator(name: str, costs: tuple 
             if check_sizes(name, p, m, v):
                 continue
             schedule = build_schedule(name, p, m, v)
-            f, i, w, p2p = costs if costs != "per stage" else (*([n + k % 3 for k in range(p * v)] for n in (1, 2, 1)), 0.5)
+            f, i, w, p2p = (
+                costs if costs != "per stage" else (*([n + k % 3 for k in range(p * v)] for n in (1, 2, 1)), 0.5)
+            )
             spread = [x if isinstance(x, list) else [x] * p * v for x in (f, i, w)]
             table = dict(zip((T.FWD, T.BWD_INPUT, T.BWD_WEIGHT), spread, strict=True))
             table[T.BWD] = [a + b for a, b in zip(spread[1], spread[2], strict=True)]

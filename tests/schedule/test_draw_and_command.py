@@ -56,7 +56,9 @@ def test_png_shows_the_four_kinds_in_their_colours(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
     draw(_timeline("dualpipe_v"), tmp_path / "x.PNG")
-    pixels = {tuple(pixel) for pixel in (255 * imread(tmp_path / "x.PNG")[::3, ::3, :3]).round().reshape(-1, 3).tolist()}
+    pixels = {
+        tuple(pixel) for pixel in (255 * imread(tmp_path / "x.PNG")[::3, ::3, :3]).round().reshape(-1, 3).tolist()
+    }
     for colour in ("3d6fb6", "3f8f5b", "2a9d9a", "d98b2b"):
         assert tuple(bytes.fromhex(colour)) in pixels
 
@@ -117,13 +119,17 @@ def test_verify_proves_built_in_schedules_under_every_transport(name: str, capsy
     assert capsys.readouterr().out.count("proven under") == 4
 
 
-def test_verify_refuses_a_deadlock_with_its_cycle_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_refuses_a_deadlock_with_its_cycle_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "my.csv"
     path.write_text("0F0,0RECV_B0,0B0,0SEND_F0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
     assert _run("verify", str(path), "--transport", "plain") == 2
     out = capsys.readouterr().out
     assert out.count("\n") == 1
-    assert out.startswith(f"{path}: refused under plain: deadlock: rank 0 step 1 0RECV_B0 waits for rank 1 step 3 1SEND_B0, which")
+    assert out.startswith(
+        f"{path}: refused under plain: deadlock: rank 0 step 1 0RECV_B0 waits for rank 1 step 3 1SEND_B0, which"
+    )
 
 
 def test_verify_says_how_many_more_violations_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +141,12 @@ def test_verify_says_how_many_more_violations_there_are(tmp_path: Path, capsys: 
 
 def test_lower_writes_what_the_api_lowers(tmp_path: Path) -> None:
     out = tmp_path / "l.csv"
-    assert _run("lower", "zbv", "--pp", "2", "--microbatches", "4", "--transport", "batch", "--fsdp", "2", "--out", str(out)) == 0
+    assert (
+        _run(
+            "lower", "zbv", "--pp", "2", "--microbatches", "4", "--transport", "batch", "--fsdp", "2", "--out", str(out)
+        )
+        == 0
+    )
     assert load_schedule(out) == lower(build_schedule("zbv", 2, 4, 2), "batch", fsdp=2)
 
 
@@ -164,7 +175,11 @@ def test_a_builder_of_ones_own_covers_any_size(tmp_path: Path, monkeypatch: pyte
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert _run("verify", "my_schedules:mine", "--pp", "3", "--microbatches", "5") == 0
-    for source, says in (("my_schedules:none", "no function none"), ("my_schedules:wrong", "returned int"), ("no_such:x", "can't be imported")):
+    for source, says in (
+        ("my_schedules:none", "no function none"),
+        ("my_schedules:wrong", "returned int"),
+        ("no_such:x", "can't be imported"),
+    ):
         with pytest.raises(ScheduleError, match=says):
             _run("verify", source, "--pp", "3", "--microbatches", "5")
 

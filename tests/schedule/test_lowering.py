@@ -62,7 +62,9 @@ def _leaves(schedule: Schedule) -> Counter[MetaStep]:
 def test_each_edge_between_ranks_has_one_send_and_one_receive_and_edges_within_none(name: str) -> None:
     schedule = _built(name)
     added = _leaves(add_p2p(schedule)) - _leaves(schedule)
-    edges = [(s, s + 1) for s in range(schedule.num_stages - 1) if schedule.rank_of_stage[s] != schedule.rank_of_stage[s + 1]]
+    edges = [
+        (s, s + 1) for s in range(schedule.num_stages - 1) if schedule.rank_of_stage[s] != schedule.rank_of_stage[s + 1]
+    ]
     expected = Counter()
     for micro in range(schedule.num_microbatches):
         for low, high in edges:
@@ -212,7 +214,9 @@ def test_auto_takes_the_first_transport_that_is_supported_and_proven() -> None:
     assert select_transport(schedule, ("plain", "batch"), fsdp=2) == ("batch", lower(schedule, "batch", fsdp=2))
     assert select_transport(parse_schedule(CROSSED, "x"), ("batch", "plain"))[0] == "batch"
     assert select_transport(parse_schedule(CROSSED_APART, "x"), ("multi_stream",))[0] == "multi_stream"
-    with pytest.raises(ScheduleError, match="multi_stream: not supported by the backend; batch: deadlock.*; plain: deadlock"):
+    with pytest.raises(
+        ScheduleError, match="multi_stream: not supported by the backend; batch: deadlock.*; plain: deadlock"
+    ):
         select_transport(parse_schedule(CROSSED_APART, "x"), ("plain", "batch"))
 
 

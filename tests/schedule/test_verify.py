@@ -18,7 +18,6 @@ from hp_train.schedule import (
     MetaStepType,
     Schedule,
     build_schedule,
-    check_sizes,
     derive_stages_per_rank,
     lower,
     simulate,
@@ -71,7 +70,9 @@ def test_a_mutation_is_caught_exactly_if_the_machine_is_harmed(case: tuple[Sched
             continue
         proof = verify(mutant, transport)
         harm = Machine(mutant, transport, seed).harm()
-        assert proof.ok == (harm is None), f"{mutate.__name__} under {transport}: {harm=} {proof.violations=}\n{format_schedule(mutant)}"
+        assert proof.ok == (harm is None), (
+            f"{mutate.__name__} under {transport}: {harm=} {proof.violations=}\n{format_schedule(mutant)}"
+        )
 
 
 def _pick(schedule: Schedule, source: random.Random) -> tuple[list[list[MetaStep]], int, int]:
@@ -150,7 +151,9 @@ def split_batch(schedule: Schedule, source: random.Random) -> Schedule | None:
     members = list(orders[rank][at].sub_steps)
     source.shuffle(members)
     cut = source.randrange(1, len(members))
-    orders[rank][at : at + 1] = [MetaStep(None, T.BATCH_SEND_RECV, None, tuple(p)) for p in (members[:cut], members[cut:])]
+    orders[rank][at : at + 1] = [
+        MetaStep(None, T.BATCH_SEND_RECV, None, tuple(p)) for p in (members[:cut], members[cut:])
+    ]
     return schedule.with_orders(orders)
 
 
@@ -164,8 +167,8 @@ DEADLOCK = "0F0,0RECV_B0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
 def test_a_deadlock_prints_its_cycle(transport: str) -> None:
     (violation,) = verify(parse_schedule(DEADLOCK, "x"), transport).violations
     assert violation == (
-        "deadlock: rank 0 step 1 0RECV_B0 waits for rank 1 step 3 1SEND_B0, which stands behind rank 1 step 0 1RECV_F0, "
-        "which waits for rank 0 step 2 0SEND_F0, which stands behind rank 0 step 1 0RECV_B0"
+        "deadlock: rank 0 step 1 0RECV_B0 waits for rank 1 step 3 1SEND_B0, which stands behind "
+        "rank 1 step 0 1RECV_F0, which waits for rank 0 step 2 0SEND_F0, which stands behind rank 0 step 1 0RECV_B0"
     )
 
 
