@@ -2,8 +2,8 @@
 
 Every parameter is cut into blocks of whole rows, and each block is drawn on the CPU by a generator of its own, seeded
 with a hash of (seed, name, block). The cut depends on the shape only, so a rank that holds a shard draws the blocks its
-rows touch and copies what is its own: the numbers are those of every other mesh and device, nothing is communicated,
-and no more than one block is ever held beside the shards.
+rows touch and copies what is its own: the numbers are those of every other mesh and device (given CPUs with the same
+vector instructions), nothing is communicated, and no more than one block is ever held beside the shards.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def _fill(local: Tensor, owned: list[Tensor], shape: torch.Size, name: str, seed
         first = block * block_rows
         drawn = torch.empty(min(block_rows, num_rows - first), num_columns, device="cpu", dtype=torch.float32)
         drawn.normal_(0.0, deviation, generator=_generator(seed, name, block))
-        start, end = torch.searchsorted(rows, torch.tensor([first, first + block_rows])).tolist()
-        mine = drawn[rows[start:end] - first]
-        local[start:end] = (mine if all_columns else mine[:, columns]).to(local)
+        start, end = torch.searchsorted(rows, rows.new_tensor([first, first + block_rows])).tolist()
+        mine = drawn if end - start == len(drawn) else drawn[rows[start:end] - first]
+        local[start:end].copy_(mine if all_columns else mine[:, columns])
 
 
 def _generator(seed: int, name: str, block: int) -> torch.Generator:

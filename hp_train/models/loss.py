@@ -2,6 +2,7 @@
 
 Models floor: imports torch only. Tokens go through the output matrix in chunks, and each chunk's logits are computed
 again in backward (non-reentrant checkpointing, so that a pipeline may ask for input and weight gradients separately).
+That costs one more product with the output matrix a step; without chunks all logits are kept instead.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def apply_activation_checkpointing(module: Llama, mode: str, every: int) -> None
 
 
 def compile_blocks(module: Llama, **options: Any) -> None:
-    """Compile each block with torch.compile, in place; equal blocks share their compiled code. `options` are its own."""
+    """Compile each block in place; equal blocks share their code. `options` are those of torch.compile."""
     for block in module.blocks.values():
         block.forward = torch.compile(block.forward, fullgraph=True, **options)
 

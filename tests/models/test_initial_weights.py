@@ -41,6 +41,12 @@ def test_same_seed_same_numbers_other_seed_or_name_others() -> None:
     assert len(starts) == len(matrices)
 
 
+def test_blocks_of_one_matrix_are_drawn_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initial_weights, "BLOCK_NUMEL", 128)
+    embedding = weights()["model.embed_tokens.weight"]
+    assert len(torch.unique(embedding, dim=0)) == len(embedding)
+
+
 def test_global_state_of_the_generator_is_neither_used_nor_moved() -> None:
     torch.manual_seed(1)
     module = Llama(CONFIG)
@@ -81,16 +87,18 @@ def test_a_vector_without_a_rule_is_refused() -> None:
         initialize(module, 0)
 
 
-class LargestFloat(TorchDispatchMode):
-    """Remembers the size of the largest floating tensor that any operator made or took."""
+class Drawn(TorchDispatchMode):
+    """Remembers the largest floating tensor that any operator made or took, and how many numbers were drawn."""
 
-    numel = 0
+    largest = 0
+    total = 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
         for item in (result, *args):
             if isinstance(item, Tensor) and item.is_floating_point():
-                self.numel = max(self.numel, item.numel())
+                self.largest = max(self.largest, item.numel())
+        self.total += result.numel() if operator is torch.ops.aten.normal_.default else 0
         return result
 
 
@@ -128,7 +136,7 @@ def _layouts(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-def _sharded_by_fsdp(rank: int, world_size: int) -> tuple[bool, bool, int]:
+def _sharded_by_fsdp(rank: int, world_size: int) -> tuple[bool, bool, int, int]:
     config = ModelSection(vocab_size=4001, dim=36, num_layers=1, num_heads=2, ffn_dim=54, tie_embeddings=True)
     initial_weights.BLOCK_NUMEL = 2048
     with torch.device("meta"):
@@ -137,7 +145,7 @@ def _sharded_by_fsdp(rank: int, world_size: int) -> tuple[bool, bool, int]:
         fully_shard(block)
     fully_shard(module)
     module.to_empty(device="cpu")
-    with LargestFloat() as largest:
+    with Drawn() as drawn:
         initialize(module, 7)
     tied = module.lm_head.weight is module.model.embed_tokens.weight
     plain = weights(config, seed=7)
@@ -147,7 +155,7 @@ def _sharded_by_fsdp(rank: int, world_size: int) -> tuple[bool, bool, int]:
     reference.load_state_dict({**plain, "lm_head.weight": plain["model.embed_tokens.weight"]})
     same = same and torch.equal(module(tokens), reference(tokens))
     dist.barrier()
-    return same, tied, largest.numel
+    return same, tied, drawn.largest, drawn.total
 
 
 def test_shards_of_every_layout_hold_the_same_numbers() -> None:
@@ -155,7 +163,8 @@ def test_shards_of_every_layout_hold_the_same_numbers() -> None:
 
 
 def test_a_sharded_module_is_initialised_without_holding_a_whole_parameter() -> None:
-    for same, tied, largest in run_ranks(2, _sharded_by_fsdp):
+    for same, tied, largest, total in run_ranks(2, _sharded_by_fsdp):
         assert same
         assert tied
         assert largest <= 2001 * 36  # the shard of the embedding, not the 4001 rows of it
+        assert 0.49 * 4001 * 36 <= total <= 0.6 * 4001 * 36  # its half, to whole blocks, and the small ones

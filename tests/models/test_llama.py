@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.distributed.ranks import run_ranks
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hp_train.config.schema import ModelSection, RopeScalingSection
 from hp_train.models.initial_weights import initialize
@@ -88,6 +90,18 @@ def test_the_scaling_bands_are_all_in_the_test() -> None:
 
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @torch.no_grad()
+def test_a_mask_stands_in_for_causality(num_kv_heads: int) -> None:
+    model, tokens = build(replace(SMALL, num_kv_heads=num_kv_heads)), some_tokens(SMALL)
+    mask = torch.rand(2, 1, 48, 48) < 0.3
+    mask |= torch.eye(48, dtype=torch.bool)  # a query that sees no key has no answer
+    reference = hugging_face(model.config, model)
+    expected = reference(tokens, attention_mask=mask).logits
+    torch.testing.assert_close(model(tokens, attention_mask=mask), expected, rtol=0, atol=2e-5)
+    assert (expected - model(tokens)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+@torch.no_grad()
 def test_mask_and_positions_keep_documents_apart(num_kv_heads: int) -> None:
     config = replace(SMALL, num_kv_heads=num_kv_heads)
     model, tokens, cut = build(config), some_tokens(SMALL), 17
@@ -156,6 +170,26 @@ def test_norm_statistics_and_scaling_are_fp32_in_a_bf16_model() -> None:
     # One rounding to bf16 and no other: at most half a unit in the last of 8 bits.
     torch.testing.assert_close(norm(hidden).float(), exact, rtol=2**-8, atol=0)
     assert norm(hidden).dtype == torch.bfloat16
+
+
+def _mixed_precision(rank: int, world_size: int) -> tuple[float, float]:
+    """Return how far loss and logits of a sharded bf16 model are from one held in bf16; late positions, 2 ranks."""
+    config = replace(SMALL, max_seq_len=100_000, num_kv_heads=2)
+    tokens = some_tokens(config)
+    positions = torch.arange(48).expand(2, -1) * 2000 + 17
+    whole, sharded = build(config, loss_chunk_tokens=20), build(config, loss_chunk_tokens=20)
+    for unit in (*sharded.blocks.values(), sharded):
+        fully_shard(unit, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    whole.to(torch.bfloat16)
+    losses = [model(tokens, positions, targets=tokens).detach() for model in (whole, sharded)]
+    assert [loss.dtype for loss in losses] == [torch.float32] * 2
+    logits = [model(tokens, positions) for model in (whole, sharded)]
+    return (losses[0] - losses[1]).abs().item(), (logits[0] - logits[1]).abs().max().item()
+
+
+def test_mixed_precision_rounds_parameters_and_activations_only() -> None:
+    # The casts at module borders touch no angle, no statistic and no loss, so nothing differs by a single bit.
+    assert run_ranks(2, _mixed_precision) == [(0.0, 0.0)] * 2
 
 
 def test_bf16_loss_is_computed_in_fp32() -> None:
