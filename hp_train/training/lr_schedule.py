@@ -21,22 +21,21 @@ def learning_rate(step: int, config: LrSchedulerSection, peak_lr: float, max_ste
     """
     assert step >= 1, f"steps are counted from 1, got {step}"
     if step <= config.warmup_steps:
-        return peak_lr * step / config.warmup_steps
+        return peak_lr * (step / config.warmup_steps)
     total_steps = max_steps if config.total_steps is None else config.total_steps
-    floor = config.min_lr_ratio
-    share = _share_of_fall(config.name, step, config.warmup_steps, total_steps)
-    return peak_lr * (floor + (1.0 - floor) * share)
+    fallen = _share_of_fall(config.name, step, config.warmup_steps, total_steps)
+    return peak_lr * (1.0 - (1.0 - config.min_lr_ratio) * fallen)  # in this form never above the peak by rounding
 
 
 def _share_of_fall(name: str, step: int, warmup_steps: int, total_steps: int) -> float:
-    """Return 1 at the peak and 0 at the floor."""
+    """Return 0 at the peak and 1 at the floor."""
     if name == "constant":
-        return 1.0
+        return 0.0
     start = warmup_steps
     if name == "wsd":
         start = max(warmup_steps, total_steps - max(1, round(WSD_DECAY_SHARE * total_steps)))
     progress = 1.0 if step >= total_steps else max(0.0, (step - start) / (total_steps - start))
     if name == "cosine":  # Loshchilov and Hutter 2017
-        return 0.5 * (1.0 + math.cos(math.pi * progress))
+        return 0.5 * (1.0 - math.cos(math.pi * progress))
     assert name in ("linear", "wsd"), f"no such schedule: {name}"
-    return 1.0 - progress
+    return progress
