@@ -72,7 +72,8 @@ class RunAgent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = KILL_AFTER_S) -> None:
-        super()._shutdown(death_sig, min(timeout, KILL_AFTER_S))
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, min(timeout, KILL_AFTER_S))
         self.kill_workers()  # what a worker left behind in its group
 
     def _find_dead(self) -> list[DeadWorker]:

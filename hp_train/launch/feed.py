@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol, Self
 
 from hp_train.launch.history import History, LineTail, parse_row, read_facts
+from hp_train.launch.run_dir import attempt_dir, rank_dir
 
 _POLL_S = 0.1
 
@@ -41,13 +42,14 @@ class Display(Protocol):
 class Feed:
     """Follows one attempt while its `with` block runs; on leaving, what is still unread is shown."""
 
-    def __init__(self, run_dir: Path, attempt_dir: Path, display: Display, messages: SimpleQueue[str]) -> None:
+    def __init__(self, run_dir: Path, attempt: int, display: Display, messages: SimpleQueue[str]) -> None:
         self.history = History()
-        self._attempt_dir = attempt_dir
+        self._attempt = attempt
+        self._attempt_dir = attempt_dir(run_dir, attempt)
         self._display = display
         self._messages = messages
         self._metrics = LineTail(run_dir / "metrics.jsonl")
-        self._logs = [LineTail(attempt_dir / "rank_0" / name) for name in ("stdout.log", "stderr.log")]
+        self._logs = [LineTail(rank_dir(run_dir, attempt, 0) / name) for name in ("stdout.log", "stderr.log")]
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="feed", daemon=True)
 
@@ -89,6 +91,10 @@ class Feed:
             if self.history.facts is None:
                 return
             self._display.open_attempt(self.history)
+            if self.history.facts.resumed_from is not None:
+                self._display.line(f"going on from checkpoint {self.history.facts.resumed_from}")
+            elif self._attempt > 1:
+                self._display.line("no valid checkpoint to go on from: starting again at step 0")
         seen = self.history.facts.first_step - 1 if self.history.last is None else self.history.last.step
         for line in self._metrics.poll():
             row = parse_row(line)

@@ -31,7 +31,7 @@ class AttemptFacts:
     first_step: int
     max_steps: int
     tokens_per_step: int
-    resumed_from: Any = None
+    resumed_from: str | None = None  # name of the checkpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ def _run_attempt(
         (folder / FAILED_MARK).touch()
         dead.extend(found)
 
-    feed = Feed(run_dir, folder, display, stop.messages)
+    feed = Feed(run_dir, attempt, display, stop.messages)
     stop.current_step = feed.current_step
     logs = RankLogs(str(folder), _environment(attempt, plan))
     with _agent_log(folder), _worker_spec(run_dir, config_path, plan, worker) as spec:

@@ -145,20 +145,27 @@ def test_tail_follows_growth_torn_lines_cuts_and_replacement(tmp_path: Path) -> 
     assert tail.poll() == [] and tail.poll(torn=True) == ["end without newline"]
 
 
-def test_feed_shows_this_attempts_rows_only_and_every_line_of_rank_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resumed, told", [
+    ("step_00000002", "going on from checkpoint step_00000002"),
+    (None, "no valid checkpoint to go on from: starting again at step 0"),
+])
+def test_feed_shows_this_attempts_rows_only_and_every_line_of_rank_0(
+    tmp_path: Path, resumed: str | None, told: str
+) -> None:
     folder = attempt_dir(tmp_path, 2)
     (folder / "rank_0").mkdir(parents=True)
     rows = [{"step": step, "loss": 1.0} for step in (1, 2, 3, 4)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "rank_0/stderr.log").write_text("a warning\nlast words without newline")
-    facts = {**{name: getattr(EIGHT_GPUS, name) for name in EIGHT_GPUS.__slots__}, "first_step": 3}
+    facts = {name: getattr(EIGHT_GPUS, name) for name in EIGHT_GPUS.__slots__}
+    facts.update(first_step=3, resumed_from=resumed)
     (folder / "attempt.json").write_text(json.dumps(facts))
     stream, messages = io.StringIO(), SimpleQueue()
     messages.put("a message")
-    with PlainLog(stream, 1) as log, Feed(tmp_path, folder, log, messages) as feed:
+    with PlainLog(stream, 1) as log, Feed(tmp_path, 2, log, messages) as feed:
         pass
     shown = stream.getvalue().splitlines()
-    assert {"a warning", "last words without newline", "a message"} <= set(shown)
+    assert {"a warning", "last words without newline", "a message", told} <= set(shown)
     assert [line.split()[1] for line in shown if line.startswith("step ")] == ["3/2000", "4/2000"]
     assert feed.current_step() == 5
 
