@@ -8,7 +8,7 @@ about a schedule holds for it without the backward steps and their transfers, wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -22,14 +22,22 @@ from hp_train.pipeline_parallel.mailbox import Inbox, Outbox, RecvInfo
 from hp_train.pipeline_parallel.microbatch import StageInputs
 from hp_train.pipeline_parallel.sentinel import PipelineError, PipelineHang, Sentinel, Standing
 from hp_train.pipeline_parallel.stage import Stage
-from hp_train.pipeline_parallel.step_run import DEFAULT_HANDLERS, Handler, StepRun
+from hp_train.pipeline_parallel.step_run import DEFAULT_HANDLERS, TRAFFIC_OF, Handler, StepRun
 from hp_train.pipeline_parallel.trace import Recorder, join_timelines
 from hp_train.pipeline_parallel.transport import Traffic, Wires, edges_of
 from hp_train.schedule import MetaStep, MetaStepType, Schedule, Span, Timeline, schedule_hash, verify
-from hp_train.schedule.steps import FSDP_TYPES, OVERLAP_TYPES, P2P_TYPES
+from hp_train.schedule.steps import FSDP_TYPES, OVERLAP_TYPES, P2P_TYPES, RECV_TYPES
 
 _T = MetaStepType
 _FORWARD_TYPES = frozenset({_T.FWD, _T.FWD_SEND, _T.FWD_RECV, _T.DATA_LOAD, _T.DATA_SEND, _T.DATA_RECV})
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """What one rank does in a pass: its steps, and per edge the micro-batches that it receives, in order."""
+
+    steps: tuple[MetaStep, ...]
+    receives: dict[tuple[Traffic, int], tuple[int, ...]]
 
 
 class PipelineRuntime:
@@ -65,8 +73,9 @@ class PipelineRuntime:
         placed = schedule.stages_of_rank(self.pp_rank)
         assert sorted(self._stages) == list(placed), f"rank {self.pp_rank} holds stages {placed}, not {[*self._stages]}"
         self._handlers: dict[MetaStepType, Handler] = dict(DEFAULT_HANDLERS)
-        self._programs: dict[tuple[bool, int], tuple[MetaStep, ...]] = {}
+        self._programs: dict[tuple[bool, int], _Program] = {}
         self._loads = schedule.has_any(frozenset({_T.DATA_LOAD})) and 0 in self._stages
+        self._reduces_by_schedule = schedule.has_any(FSDP_TYPES)
         self._carries_targets = schedule.has_any(frozenset({_T.DATA_RECV}))
         self._swapped = _swapped_micro_batches(schedule.orders[self.pp_rank])
         global_ranks = dist.get_process_group_ranks(group)
@@ -111,14 +120,16 @@ class PipelineRuntime:
         Returns the loss sum (float64 scalar, detached) on the rank of the last stage, None elsewhere.
         Raises what a stage raises; PipelineError with the first cause on all other ranks; PipelineHang after a timeout.
         """
-        grad = torch.as_tensor(loss_scale, dtype=torch.float32, device=self.device)
+        grad = None
+        if self.schedule.num_stages - 1 in self._stages:
+            grad = torch.as_tensor(loss_scale, dtype=torch.float32, device=self.device)
         for stage in self._stages.values():
             stage.begin_step(self._swapped.get(stage.stage_index, frozenset()))
         self._recorder = Recorder(self.pp_rank, self.device) if self._records_next else None
-        losses = self._run(micro_batches, grad)
+        losses = self._run(micro_batches, True, grad)
         if self._recorder is not None:
             self._spans, self._recorder, self._records_next = self._recorder.finish(), None, False
-        if not self.schedule.has_any(FSDP_TYPES):
+        if not self._reduces_by_schedule:
             for stage in self._stages.values():
                 stage.reduce_grad()
                 stage.reshard()
@@ -130,7 +141,7 @@ class PipelineRuntime:
         size = self.schedule.num_microbatches
         with torch.no_grad():
             for start in range(0, len(micro_batches), size):
-                losses += self._run(micro_batches[start : start + size], None)
+                losses += self._run(micro_batches[start : start + size], False)
         for stage in self._stages.values():
             stage.reshard()
         return self._sum(losses)
@@ -152,8 +163,10 @@ class PipelineRuntime:
         self._sentinel.close()
         self._wires.close()
 
-    def _run(self, source: Sequence[StageInputs | None], grad: Tensor | None) -> list[Tensor]:
-        program = self._program(grad is not None, len(source))
+    def _run(
+        self, source: Sequence[StageInputs | None], is_training: bool, grad: Tensor | None = None
+    ) -> list[Tensor]:
+        program = self._program(is_training, len(source))
         if self._loads:
             micro_batches = [_NOTHING] * len(source)
         else:
@@ -162,11 +175,12 @@ class PipelineRuntime:
         is_uniform = isinstance(source, (list, tuple)) and _have_same_shapes(source)
         run = StepRun(
             self._stages, self._handlers, self._wires, self._inboxes, self._outboxes, source, micro_batches, is_uniform,
-            grad, self._inboxes.get((Traffic.DATA, self.schedule.num_stages - 1)) if self._carries_targets else None,
+            is_training, grad,
+            self._inboxes.get((Traffic.DATA, self.schedule.num_stages - 1)) if self._carries_targets else None,
         )  # fmt: skip
         try:
-            self._begin(program)
-            self._interpret(program, run)
+            self._begin(program.receives)
+            self._interpret(program.steps, run)
             for outbox in self._outboxes.values():
                 outbox.finish()
         except Exception as error:
@@ -184,29 +198,26 @@ class PipelineRuntime:
             else:
                 recorder.measure(step, partial(handlers[step.meta_type], run, step), lambda: self._wires.waited_s)
 
-    def _begin(self, program: Sequence[MetaStep]) -> None:
-        expected: dict[tuple[Traffic, int], list[int]] = {key: [] for key in self._inboxes}
-        traffic_of = {_T.FWD_RECV: Traffic.FORWARD, _T.BWD_RECV: Traffic.BACKWARD, _T.DATA_RECV: Traffic.DATA}
-        for step in program:
-            for each in step.transfers:
-                if each.meta_type in traffic_of:
-                    expected[traffic_of[each.meta_type], each.stage_index].append(each.micro_index)
+    def _begin(self, receives: dict[tuple[Traffic, int], tuple[int, ...]]) -> None:
         for key, inbox in self._inboxes.items():
-            inbox.begin_step(expected[key])
+            inbox.begin_step(receives.get(key, ()))
         for outbox in self._outboxes.values():
             outbox.begin_step()
 
-    def _program(self, is_training: bool, num_microbatches: int) -> tuple[MetaStep, ...]:
+    def _program(self, is_training: bool, num_microbatches: int) -> _Program:
         """This rank's steps for so many micro-batches."""
         most = self.schedule.num_microbatches
         assert 0 < num_microbatches <= most, f"{num_microbatches} micro-batches; the schedule has {most}"
         key = (is_training, num_microbatches)
         if key not in self._programs:
-            self._programs[key] = tuple(
-                part
-                for step in self.schedule.orders[self.pp_rank]
-                for part in _shortened(step, is_training, num_microbatches)
-            )
+            order = self.schedule.orders[self.pp_rank]
+            steps = [part for step in order for part in _shortened(step, is_training, num_microbatches)]
+            receives: dict[tuple[Traffic, int], list[int]] = {}
+            for step in steps:
+                for each in step.transfers:
+                    if each.meta_type in RECV_TYPES:
+                        receives.setdefault((TRAFFIC_OF[each.meta_type], each.stage_index), []).append(each.micro_index)
+            self._programs[key] = _Program(tuple(steps), {edge: tuple(micros) for edge, micros in receives.items()})
         return self._programs[key]
 
     def _sum(self, losses: list[Tensor]) -> Tensor | None:

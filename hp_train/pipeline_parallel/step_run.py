@@ -20,16 +20,16 @@ from hp_train.pipeline_parallel.microbatch import StageInputs
 from hp_train.pipeline_parallel.stage import Grads, Stage
 from hp_train.pipeline_parallel.transport import Operation, Traffic, Wires
 from hp_train.schedule import MetaStep, MetaStepType
+from hp_train.schedule.steps import SEND_TYPES
 
 _T = MetaStepType
 Handler = Callable[["StepRun", MetaStep], None]
 Place = tuple[int, int]  # stage, micro-batch
 
-_TRAFFIC = {
+TRAFFIC_OF = {
     _T.FWD_SEND: Traffic.FORWARD, _T.FWD_RECV: Traffic.FORWARD, _T.BWD_SEND: Traffic.BACKWARD,
     _T.BWD_RECV: Traffic.BACKWARD, _T.DATA_SEND: Traffic.DATA, _T.DATA_RECV: Traffic.DATA,
 }  # fmt: skip
-_SENDS = frozenset({_T.FWD_SEND, _T.BWD_SEND, _T.DATA_SEND})
 
 
 @dataclass(slots=True)
@@ -39,7 +39,8 @@ class StepRun:
     source: what comes from outside, by micro-batch; DATA_LOAD steps read it, or all of it is read at the start.
     micro_batches: what has been read so far; empty inputs where other ranks read.
     is_uniform: whether all micro-batches have inputs of the same shapes, so that one header serves the whole pass.
-    loss_grad: gradient of each micro-batch's loss, a scalar tensor; None in evaluation.
+    is_training: whether outputs keep their graphs and gradients come back.
+    loss_grad: gradient of each micro-batch's loss, a scalar tensor; None where no loss is made, and in evaluation.
     """
 
     stages: dict[int, Stage]
@@ -50,6 +51,7 @@ class StepRun:
     source: Sequence[StageInputs | None]
     micro_batches: list[StageInputs]
     is_uniform: bool
+    is_training: bool
     loss_grad: Tensor | None
     receives_targets: Inbox | None = None  # on the last stage's rank, if the schedule carries targets
     losses: list[Tensor] = field(default_factory=list)
@@ -74,10 +76,10 @@ class StepRun:
             self.activations[stage_index + 1, micro_index] = tuple(_as_leaf(each) for each in outputs)
         else:
             self.outgoing[Traffic.FORWARD, stage_index, micro_index] = outputs
-            if self.loss_grad is not None:
+            if self.is_training:
                 layouts = layouts_of(outputs, f"stage {stage_index}")
                 self.inboxes[Traffic.BACKWARD, stage_index].expect(micro_index, layouts)
-        if self.loss_grad is None:
+        if not self.is_training:
             self._release(Traffic.FORWARD, stage_index, micro_index)
 
     def backward(self, stage_index: int, micro_index: int) -> None:
@@ -111,7 +113,7 @@ class StepRun:
     def transfer(self, steps: Sequence[MetaStep]) -> None:
         """Start sends and receives, as one batch if the transport batches. Receives are waited for where consumed."""
         started: list[tuple[MetaStep, list[Operation]]] = []
-        for step in sorted(steps, key=lambda each: each.meta_type not in _SENDS):  # headers leave before any is awaited
+        for step in sorted(steps, key=lambda each: each.meta_type not in SEND_TYPES):  # headers leave before any is awaited
             operations = self._operations_of(step)
             if operations is not None:
                 started.append((step, operations))
@@ -129,8 +131,8 @@ class StepRun:
 
     def _operations_of(self, step: MetaStep) -> list[Operation] | None:
         """What a send or receive puts on the wires; None for a receive that is posted later, at its use."""
-        key = (_TRAFFIC[step.meta_type], step.stage_index)
-        if step.meta_type in _SENDS:
+        key = (TRAFFIC_OF[step.meta_type], step.stage_index)
+        if step.meta_type in SEND_TYPES:
             values = self.outgoing.pop((*key, step.micro_index))
             return self.outboxes[key].prepare(values, self._announces_all(key), f"stage {step.stage_index}")
         inbox = self.inboxes[key]
@@ -150,8 +152,8 @@ class StepRun:
         return inbox is None or inbox.is_uniform
 
     def _book(self, step: MetaStep, works: list, operations: list[Operation]) -> None:
-        key = (_TRAFFIC[step.meta_type], step.stage_index)
-        if step.meta_type in _SENDS:
+        key = (TRAFFIC_OF[step.meta_type], step.stage_index)
+        if step.meta_type in SEND_TYPES:
             self.outboxes[key].sent(step.micro_index, works, operations)
         elif operations:
             self.inboxes[key].posted(step.micro_index, works)
@@ -252,7 +254,7 @@ DEFAULT_HANDLERS: dict[MetaStepType, Handler] = {
     _T.BWD: lambda run, step: run.backward(step.stage_index, step.micro_index),
     _T.BWD_INPUT: lambda run, step: run.backward_input(step.stage_index, step.micro_index),
     _T.BWD_WEIGHT: lambda run, step: run.backward_weight(step.stage_index, step.micro_index),
-    **dict.fromkeys(_TRAFFIC, lambda run, step: run.transfer((step,))),
+    **dict.fromkeys(TRAFFIC_OF, lambda run, step: run.transfer((step,))),
     _T.DATA_LOAD: lambda run, step: run.load(step.micro_index),
     _T.BATCH_SEND_RECV: lambda run, step: run.transfer(step.sub_steps),
     _T.OVERLAP_F_B: _overlap,

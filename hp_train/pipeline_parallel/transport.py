@@ -30,6 +30,8 @@ class Traffic(Enum):
     BACKWARD = "B"
     DATA = "D"
 
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash runs in Python, on every look-up
+
 
 @dataclass(frozen=True, slots=True)
 class Edge:

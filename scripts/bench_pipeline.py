@@ -1,0 +1,335 @@
+"""The pipeline engine against torch.distributed.pipelining: step time and peak live bytes, same model, same gloo.
+
+    python scripts/bench_pipeline.py              # everything, about two minutes on two cores
+    python scripts/bench_pipeline.py time --dim 64 --schedule 1f1b
+    python scripts/bench_pipeline.py memory
+    python scripts/bench_pipeline.py overhead
+
+Expectation, written before measuring. Both engines run the same kernels and move the same bytes; what differs is what
+happens between: torch validates shapes, walks its communication lists, posts each receive right before it waits and
+waits for each send; here receives are posted ahead and a step is one call. At dim 64 a micro-batch computes about as
+long as such work takes, so the ratio should be at most 0.92; at dim 256 computing dominates, so at most 1.00, and
+below that where torch leaves waiting exposed (gpipe: at most 0.92). No engine can beat (m + (p - 1) / v)(F + B), the
+floor that is printed beside. Memory: torch keeps m receive buffers a stage and direction for good, a proven schedule
+needs its peak in flight, so the peak at m = 32 should be lower by at least the difference.
+
+Two processes, one thread each. Engines take turns, A B A B, in the same processes; a ratio is the median of the ratios of
+neighbouring turns, a turn the median of its steps, a step's time the longest of both ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hp_train.config.schema import ModelSection
+from hp_train.models.llama import Llama
+from hp_train.pipeline_parallel import ModuleStage, PipelineRuntime, StageInputs
+from hp_train.schedule import Schedule, build_schedule, lower, verify
+
+PP_SIZE, VOCAB = 2, 256
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and a micro-batch, with the ratios asked for."""
+
+    dim: int
+    num_layers: int
+    seq_len: int
+    rows: int
+    bounds: tuple[tuple[str, float], ...]
+
+    def section(self) -> ModelSection:
+        return ModelSection(
+            vocab_size=VOCAB, dim=self.dim, num_layers=self.num_layers, num_heads=4, num_kv_heads=4,
+            ffn_dim=self.dim * 3, max_seq_len=self.seq_len,
+        )  # fmt: skip
+
+
+SHAPES = {
+    64: Shape(64, 4, 32, 1, (("gpipe", 0.92), ("1f1b", 0.92), ("interleaved_1f1b", 0.92))),
+    256: Shape(256, 4, 128, 2, (("gpipe", 0.92), ("1f1b", 1.00), ("interleaved_1f1b", 1.00))),
+}
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def batch_of(shape: Shape, num_microbatches: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(5)
+    tokens = torch.randint(VOCAB, (shape.rows * num_microbatches, shape.seq_len + 1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def schedule_of(name: str, num_microbatches: int) -> Schedule:
+    stages_per_rank = 2 if name.startswith("interleaved") else 1
+    return build_schedule(name, PP_SIZE, num_microbatches, stages_per_rank)
+
+
+def modules_of(shape: Shape, schedule: Schedule, rank: int) -> dict[int, nn.Module]:
+    per_stage = shape.num_layers // schedule.num_stages
+    torch.manual_seed(3)
+    return {
+        stage: Llama(
+            shape.section(), layers=range(stage * per_stage, (stage + 1) * per_stage), embedding=stage == 0,
+            head=stage == schedule.num_stages - 1,
+        )
+        for stage in schedule.stages_of_rank(rank)
+    }  # fmt: skip
+
+
+class Ours:
+    """hp-train's runtime over one transport."""
+
+    def __init__(self, shape: Shape, name: str, num_microbatches: int, rank: int, transport: str = "plain") -> None:
+        schedule = schedule_of(name, num_microbatches)
+        self.modules = modules_of(shape, schedule, rank)
+        stages = [ModuleStage(m, s, schedule.num_stages, loss_fn=loss_of) for s, m in self.modules.items()]
+        self.runtime = PipelineRuntime(stages, lower(schedule, transport), transport, dist.group.WORLD, CPU)
+        tokens, targets = batch_of(shape, num_microbatches)
+        rows = zip(tokens.split(shape.rows), targets.split(shape.rows), strict=True)
+        self.inputs = [StageInputs((x,), {}, y) for x, y in rows]
+
+    def step(self) -> Tensor | None:
+        return self.runtime.step(self.inputs)
+
+    def close(self) -> None:
+        self.runtime.close()
+
+
+class Torchs:
+    """torch.distributed.pipelining with outputs not collected, so that it does no work that we leave out."""
+
+    def __init__(self, shape: Shape, name: str, num_microbatches: int, rank: int) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+        schedule = schedule_of(name, num_microbatches)
+        self.modules = modules_of(shape, schedule, rank)
+        stages = [PipelineStage(m, s, schedule.num_stages, CPU) for s, m in self.modules.items()]
+        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved_1f1b": ScheduleInterleaved1F1B}[name]
+        over = stages if name.startswith("interleaved") else stages[0]
+        self.schedule = kind(over, num_microbatches, loss_fn=loss_of, scale_grads=False)
+        tokens, targets = batch_of(shape, num_microbatches)
+        self.args = (tokens,) if 0 in self.modules else ()
+        is_last = schedule.num_stages - 1 in self.modules
+        self.kwargs = {"target": targets, "return_outputs": False} if is_last else {"return_outputs": False}
+        self.is_last = is_last
+
+    def step(self) -> Tensor | None:
+        losses: list[Tensor] = []
+        self.schedule.step(*self.args, **self.kwargs, **({"losses": losses} if self.is_last else {}))
+        return torch.stack(losses).double().sum() if losses else None
+
+    def close(self) -> None:
+        pass
+
+
+def timed_turn(engine: Ours | Torchs, num_steps: int) -> float:
+    """Median over steps of the slower rank's seconds."""
+    times = []
+    for _ in range(num_steps):
+        for module in engine.modules.values():
+            module.zero_grad()
+        dist.barrier()
+        begin = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - begin)
+    both = torch.tensor(times)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return statistics.median(both.tolist())
+
+
+def measure_floor(shape: Shape, name: str, num_microbatches: int, rank: int) -> float:
+    """(m + (p - 1) / v)(F + B): seconds that computing alone takes, with both ranks computing at once."""
+    schedule = schedule_of(name, num_microbatches)
+    modules = modules_of(shape, schedule, rank)
+    tokens, targets = batch_of(shape, 1)
+    hidden = torch.randn(shape.rows, shape.seq_len, shape.dim)
+    times = []
+    for _ in range(25):
+        dist.barrier()
+        begin = time.perf_counter()
+        for stage, module in modules.items():
+            out = module(tokens if stage == 0 else hidden.detach().requires_grad_())
+            out = loss_of(out, targets) if stage == schedule.num_stages - 1 else out
+            out.backward(torch.ones_like(out))
+        times.append(time.perf_counter() - begin)
+    both = torch.tensor(statistics.median(times))
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    stages_per_rank = schedule.num_stages // PP_SIZE
+    return (num_microbatches + (PP_SIZE - 1) / stages_per_rank) * both.item()
+
+
+def bench_time(rank: int, dim: int, name: str, bound: float, num_microbatches: int, transport: str) -> dict:
+    shape = SHAPES[dim]
+    ours, theirs = Ours(shape, name, num_microbatches, rank, transport), Torchs(shape, name, num_microbatches, rank)
+    losses = [ours.step(), theirs.step()]
+    if losses[0] is not None:
+        assert torch.allclose(losses[0], losses[1]), f"the engines disagree on the loss: {losses}"
+    num_steps = max(3, 96 // num_microbatches) if dim == 64 else 3
+    turns = [(timed_turn(ours, num_steps), timed_turn(theirs, num_steps)) for _ in range(7)]
+    floor = measure_floor(shape, name, num_microbatches, rank)
+    ours.close()
+    return {
+        "dim": dim, "schedule": name, "m": num_microbatches, "transport": transport,
+        "ours_ms": 1e3 * statistics.median(a for a, _ in turns), "torch_ms": 1e3 * statistics.median(b for _, b in turns),
+        "ratio": statistics.median(a / b for a, b in turns), "bound": bound, "floor_ms": 1e3 * floor,
+    }  # fmt: skip
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensor storages that are made under it and still live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.peak = 0, 0
+        self._known: weakref.WeakSet = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for each in torch.utils._pytree.tree_leaves(out):
+            if isinstance(each, Tensor):
+                storage = each.untyped_storage()
+                if storage not in self._known:
+                    self._known.add(storage)
+                    self.live += storage.nbytes()
+                    weakref.finalize(storage, self._free, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def _free(self, nbytes: int) -> None:
+        self.live -= nbytes
+
+
+def peak_live_bytes(engine_of: Callable[[], Ours | Torchs]) -> int:
+    """Most bytes live during two steps, parameters and everything that the engine allocates included."""
+    with LiveBytes() as counter:
+        engine = engine_of()
+        for _ in range(2):
+            for module in engine.modules.values():
+                module.zero_grad()
+            engine.step()
+        engine.close()
+    return counter.peak
+
+
+def bench_memory(rank: int, dim: int, name: str, num_microbatches: int) -> dict:
+    shape = SHAPES[dim]
+    ours = peak_live_bytes(lambda: Ours(shape, name, num_microbatches, rank))
+    theirs = peak_live_bytes(lambda: Torchs(shape, name, num_microbatches, rank))
+    schedule = schedule_of(name, num_microbatches)
+    buffer_bytes = 4 * shape.rows * shape.seq_len * shape.dim
+    kept = sum((stage > 0) + (stage < schedule.num_stages - 1) for stage in schedule.stages_of_rank(rank))
+    needed = verify(lower(schedule, "plain"), "plain").recv_buffers[rank]
+    return {
+        "rank": rank, "dim": dim, "schedule": name, "m": num_microbatches, "ours": ours, "torch": theirs,
+        "spared": (kept * num_microbatches - needed) * buffer_bytes,
+    }  # fmt: skip
+
+
+def measure_overhead() -> float:
+    """Seconds per MetaStep of a pipeline of one rank whose stages compute nothing."""
+
+    class Nothing:
+        def __init__(self, stage_index: int, num_stages: int) -> None:
+            self.stage_index, self.num_stages = stage_index, num_stages
+            self.output = (torch.zeros(1, requires_grad=True),)
+
+        def forward(self, micro_index, inputs, kwargs, targets):
+            return self.output
+
+        def backward(self, micro_index, output_grads):
+            return output_grads
+
+        def begin_step(self, swapped) -> None: ...
+
+        reduce_grad = reshard = lambda self: None
+
+    schedule = lower(build_schedule("interleaved_1f1b", 1, 64, 4), "plain")
+    stages = [Nothing(stage, 4) for stage in range(4)]
+    runtime = PipelineRuntime(stages, schedule, "plain", dist.new_group([dist.get_rank()], use_local_synchronization=True), CPU)
+    inputs = [StageInputs((torch.zeros(1),), {}, None)] * 64
+    times = []
+    for _ in range(30):
+        begin = time.perf_counter()
+        runtime.step(inputs)
+        times.append((time.perf_counter() - begin) / len(schedule.orders[0]))
+    runtime.close()
+    return statistics.median(times)
+
+
+def worker(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, list[dict] | float]:
+    results: dict[str, list[dict] | float] = {"time": [], "memory": []}
+    for dim, shape in SHAPES.items():
+        for name, bound in shape.bounds:
+            if (options.dim or dim) != dim or (options.schedule or name) != name:
+                continue
+            if options.what in ("all", "time"):
+                results["time"] += [bench_time(rank, dim, name, bound, m, options.transport) for m in (8, 32)]
+            if options.what in ("all", "memory"):
+                results["memory"].append(bench_memory(rank, dim, name, 32))
+    if options.what in ("all", "overhead"):
+        results["overhead"] = measure_overhead()
+    return results
+
+
+def report(results: list[dict]) -> bool:
+    """Print the tables; return whether every bound is met."""
+    met = True
+    for row in results[0]["time"]:
+        good = row["ratio"] <= row["bound"]
+        met &= good
+        print(
+            f"dim {row['dim']:3} {row['schedule']:16} m {row['m']:2} {row['transport']:12} "
+            f"ours {row['ours_ms']:7.2f} ms  torch {row['torch_ms']:7.2f} ms  ratio {row['ratio']:.3f} "
+            f"(bound {row['bound']:.2f}: {'met' if good else 'MISSED'})  floor {row['floor_ms']:7.2f} ms"
+        )
+    for rows in zip(*(result["memory"] for result in results), strict=True):
+        for row in rows:
+            good = row["torch"] - row["ours"] >= row["spared"]
+            met &= good
+            print(
+                f"dim {row['dim']:3} {row['schedule']:16} m {row['m']:2} rank {row['rank']} peak live bytes "
+                f"ours {row['ours']:>11,}  torch {row['torch']:>11,}  lower by {row['torch'] - row['ours']:>10,} "
+                f"(buffers spared {row['spared']:>10,}: {'met' if good else 'MISSED'})"
+            )
+    if "overhead" in results[0]:
+        overhead_us = max(result["overhead"] for result in results) * 1e6
+        met &= overhead_us < 40
+        print(f"interpreter: {overhead_us:.1f} microseconds a MetaStep (bound 40)")
+    return met
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="all", choices=("all", "time", "memory", "overhead"))
+    parser.add_argument("--dim", type=int, choices=tuple(SHAPES))
+    parser.add_argument("--schedule", choices=("gpipe", "1f1b", "interleaved_1f1b"))
+    parser.add_argument("--transport", default="plain", choices=("plain", "batch", "multi_stream", "boundary"))
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from tests.distributed.ranks import run_ranks
+
+    return 0 if report(run_ranks(PP_SIZE, worker, options, timeout_s=600)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
