@@ -168,3 +168,16 @@ def test_the_package_and_its_command_import_no_torch_and_no_plotting() -> None:
         "assert not {'torch', 'matplotlib', 'rich', 'numpy', 'hydra'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_reading_the_registry_loads_nothing_else_and_names_are_functions_whatever_was_imported_first() -> None:
+    code = (
+        "import sys, hp_train.schedule.registry\n"
+        "ours = {name for name in sys.modules if name.startswith('hp_train.')}\n"
+        "assert ours == {'hp_train.errors', 'hp_train.schedule', 'hp_train.schedule.registry'}, ours\n"
+        "from hp_train.schedule.verify import Verification\n"
+        "from hp_train.schedule.draw import caption\n"
+        "from hp_train.schedule import *\n"
+        "assert all(map(callable, (verify, simulate, draw, lower, build_schedule, load_schedule)))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
