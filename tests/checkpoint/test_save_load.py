@@ -148,6 +148,7 @@ def test_a_crash_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
         assert found is not None, f"nothing left after a crash at call {fatal_call}"
         loaded = tiny_state(8)
         progress = load_checkpoint(found, loaded)
+        assert progress.get("new") or progress["step"] == 2, f"the newest was lost by a crash at call {fatal_call}"
         expected = new if progress.get("new") else tiny_state(progress["step"])
         assert_same_bits(tensors_of(loaded), tensors_of(expected))
         outcomes.add(progress.get("new", False))
