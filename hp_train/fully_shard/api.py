@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_train.fully_shard.module import HSDPModule
@@ -22,6 +22,9 @@ from hp_train.fully_shard.placement import DataParallelMesh, data_parallel_mesh
 from hp_train.fully_shard.scheduler import HSDPScheduler
 from hp_train.fully_shard.state import BucketOptions, HSDPState
 from hp_train.fully_shard.torch_pipelining import answer_torch_pipelining
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims  # torch 2.13
 
 _sharded_classes: dict[type, type] = {}
 _next_tag = 0x5D0000  # messages of the engine carry tags from here on, apart from anybody's small hand-made tags

@@ -114,6 +114,12 @@ class HSDPModule(FSDPModule):
             raise RuntimeError("reset_iter_state must be called on the root module")
         ctx.recover(drop_grads=True)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear every gradient: the optimizer's, whichever form the modules show now, and those not reduced yet."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for scheduler in self._schedulers(recurse=True):
+            scheduler.state.zero_grad(set_to_none=set_to_none)
+
     # -- settings, with torch's names -----------------------------------------------------------------------------
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

@@ -293,6 +293,7 @@ class HSDPScheduler:
         self._modules_to_run.discard(module)
         alone = ctx.forward_root is self  # a module of the unit called outside the model's forward
         if self._modules_to_run and not alone:
+            self._watch_outputs(output)  # the modules that follow may never run, or not before backward comes here
             return self._cast_outputs(output)
         backward_follows = self._leave_forward(output)
         if alone:
@@ -313,7 +314,7 @@ class HSDPScheduler:
         if call is None or not torch.is_grad_enabled():
             return False
         watched = call_before_output_grads(output, functools.partial(self._pre_backward, call), call.since)
-        if watched:
+        if watched and call not in self._calls:
             self._calls.append(call)
             if not in_backward():
                 call.position = len(self.scheduler_ctx.backward_trace)
@@ -332,9 +333,8 @@ class HSDPScheduler:
     def after_root_forward(self, *, backward_follows: bool) -> None:
         """Clean up at the end of the model's forward: half-run units, prefetches nobody used."""
         if self._modules_to_run:
-            # part of the unit's modules did not run; the recorded output cannot lead backward here, the gradients
-            # that arrive anyway are reduced when backward ends
             self._modules_to_run.clear()
+            self._current_call = None
             self.scheduler_state = HSDPSchedulerState.FORWARD
             self._reshard_after_forward()
         if self.held:

@@ -134,8 +134,11 @@ class HSDPState:
     @property
     def is_stale(self) -> bool:
         """The full form exists, and the sharded one was written since (an optimizer step, a load)."""
-        versions = [bucket.shard_buffer._version for bucket in self.sharded_buckets]
-        return self.sharded_form is not Form.SHARDED and versions != self._gathered_versions
+        return self.sharded_form is not Form.SHARDED and self._versions() != self._gathered_versions
+
+    def _versions(self) -> list[int]:
+        # an operation on a DTensor counts on the DTensor, one on its local tensor on that
+        return [param.sharded._version + param.local._version for param in self.params]
 
     @property
     def is_sharded(self) -> bool:
@@ -151,7 +154,7 @@ class HSDPState:
         if self.sharded_form is Form.SHARDED:
             for bucket in self.sharded_buckets:
                 bucket.start_gather(self._compute_dtype(bucket), stream)
-            self._gathered_versions = [bucket.shard_buffer._version for bucket in self.sharded_buckets]
+            self._gathered_versions = self._versions()
         elif self.sharded_form is Form.PART:
             assert self._part_comm is not None
             for bucket, kept in zip(self.sharded_buckets, self._kept_parts, strict=True):
@@ -252,6 +255,15 @@ class HSDPState:
             param.drop_grad()
         for partial in self._partials.values():
             partial.flat = None
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Clear the optimizer's gradients, in place unless `set_to_none`, and drop those not reduced yet."""
+        self.drop_grads()
+        for param in self.params:
+            if set_to_none or param.sharded.grad is None:
+                param.sharded.grad = None
+            else:
+                param.sharded.grad.zero_()
 
     def take_reductions(self, streams: tuple[Stream, Stream], *, all_reduce: bool) -> list[Stages]:
         """Take the gradients; one reduction, not started yet, per bucket with trainable parameters.

@@ -1,0 +1,273 @@
+"""Step time and memory of hp-train's `fully_shard` against torch's FSDP2 and `replicate`, on CPU over gloo.
+
+    python scripts/bench_fully_shard.py time   --mode fsdp --tokens 128
+    python scripts/bench_fully_shard.py memory --mode ddp
+    python scripts/bench_fully_shard.py floor  --mode fsdp --tokens 128
+
+Both engines live in the same processes, wrap the same Llama the same way (embedding, each block, the rest) and take
+turns: A B A B, each turn a few AdamW steps; the figure is the ratio of the median step times. The machine's noise
+hits both. `floor` times bare computation and the bytes of one step sent through gloo's own best call.
+
+@@FIGURES@@
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from hp_train.config.schema import ModelSection
+from hp_train.fully_shard import fully_shard
+from hp_train.models.llama import Llama
+
+MESHES = {"fsdp": (2,), "ddp": (2,), "hsdp": (2, 2)}
+LLAMA_31M = ModelSection(vocab_size=8192, dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1376)
+
+
+class SmallUnits(nn.Module):
+    """`num_units` units of `num_params` small vectors each: what the cost per parameter shows on."""
+
+    def __init__(self, num_units: int, num_params: int) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Scales(num_params) for _ in range(num_units))
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        for unit in self.units:
+            x = unit(x)
+        return x.sum()
+
+
+class Scales(nn.Module):
+    """A chain of element-wise products."""
+
+    def __init__(self, num_params: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(64) for _ in range(num_params))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+def build_model(small_params: int) -> nn.Module:
+    torch.manual_seed(0)
+    return SmallUnits(8, small_params) if small_params else Llama(LLAMA_31M)
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    if isinstance(model, SmallUnits):
+        return [*model.units, model]
+    assert isinstance(model, Llama)
+    return [model.model.embed_tokens, *model.blocks.values(), model]
+
+
+def wrap(model: nn.Module, engine: str, mode: str, mesh: DeviceMesh) -> nn.Module:
+    """Apply `engine`: ours, torch (its defaults), or torch_async (unshard as Work handles, prefetch one unit ahead)."""
+    units = units_of(model)
+    for unit in units:
+        if engine == "ours":
+            fully_shard(unit, mesh=mesh, mode=mode)
+        elif mode == "ddp":
+            replicate(unit, mesh=mesh)
+        else:
+            torch_fully_shard(unit, mesh=mesh)
+    if engine == "torch_async":
+        model._set_unshard_async_op(True)
+        inner = units[:-1]
+        for before, after in zip(inner[:-1], inner[1:], strict=True):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
+    return model
+
+
+class Run:
+    """A wrapped model with its optimizer and a batch; `step` is one training step."""
+
+    def __init__(self, engine: str, args: argparse.Namespace, mesh: DeviceMesh | None) -> None:
+        self.model = build_model(args.small_params)
+        if mesh is not None:
+            wrap(self.model, engine, args.mode, mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        if args.small_params:
+            self.inputs = torch.randn(4, 64, generator=generator)
+        else:
+            self.inputs = torch.randint(0, LLAMA_31M.vocab_size, (1, args.tokens), generator=generator)
+
+    def step(self) -> tuple[float, float]:
+        """Seconds the step took, by the clock and of this process's CPU time."""
+        start, cpu_start = time.perf_counter(), time.process_time()
+        if isinstance(self.model, Llama):
+            loss = self.model(self.inputs, targets=self.inputs) / self.inputs.numel()
+        else:
+            loss = self.model(self.inputs, self.inputs)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start, time.process_time() - cpu_start
+
+
+def take_turns(runs: dict[str, Run], rounds: int, steps: int) -> dict[str, list[tuple[float, float]]]:
+    """Step times (clock, CPU) in seconds by engine; the first step of every turn warms up and is not counted."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for round_index in range(rounds + 1):
+        for name, run in runs.items():
+            dist.barrier()
+            measured = [run.step() for _ in range(steps + 1)][1:]
+            if round_index > 0:
+                times[name] += measured
+    return times
+
+
+def measure_time(rank: int, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
+    engines = ["ours", "torch"] + (["torch_async"] if args.mode != "ddp" else [])
+    times = take_turns({name: Run(name, args, mesh) for name in engines}, args.rounds, args.steps)
+    result: dict[str, Any] = {}
+    for position, kind in enumerate(("clock", "cpu")):
+        medians = {name: statistics.median(pair[position] for pair in pairs) for name, pairs in times.items()}
+        result[f"{kind}_ms"] = {name: round(1e3 * value, 1) for name, value in medians.items()}
+        result |= {f"{kind} ours/{name}": round(medians["ours"] / medians[name], 3) for name in engines[1:]}
+    return result
+
+
+def measure_memory(rank: int, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
+    """Peak bytes of three steps by MemTracker, whole and beyond shards, their gradients, optimizer and activations."""
+    peaks = {}
+    for engine in ("ours", "torch"):
+        tracker = MemTracker()
+        with tracker:
+            run = Run(engine, args, mesh)
+            tracker.track_external(run.model, run.optimizer)
+            for _ in range(3):
+                run.step()
+        peaks[engine] = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+        num_bytes = sum(_local(param).numel() * 4 for param in run.model.parameters())
+        del run, tracker
+    persistent = 4 * num_bytes  # shard, gradient, two moments
+    activations = _activation_bytes(args)
+    beyond = {name: peak - persistent - activations for name, peak in peaks.items()}
+    return {
+        "peak_mib": {name: round(peak / 2**20, 1) for name, peak in peaks.items()},
+        "persistent_mib": round(persistent / 2**20, 1),
+        "activations_mib": round(activations / 2**20, 1),
+        "beyond_mib": {name: round(value / 2**20, 1) for name, value in beyond.items()},
+        "total ours/torch": round(peaks["ours"] / peaks["torch"], 3),
+        "beyond ours/torch": round(beyond["ours"] / beyond["torch"], 3),
+    }
+
+
+def _activation_bytes(args: argparse.Namespace) -> int:
+    """What the bare model's forward leaves for its backward, parameters apart."""
+    model, saved = build_model(args.small_params), {}
+    known = {param.untyped_storage().data_ptr() for param in model.parameters()}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    inputs = torch.zeros(1, args.tokens, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(torch.randn(4, 64), inputs) if args.small_params else model(inputs, targets=inputs)
+        del loss
+    return sum(saved.values())
+
+
+def measure_floor(rank: int, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
+    """Bare computation, with the optimizer on this rank's share, plus the step's bytes at gloo's own best rate."""
+    bare = Run("none", args, None)
+    shares = [nn.Parameter(param.detach().flatten()[:: dist.get_world_size() if args.mode != "ddp" else 1].clone())
+              for param in bare.model.parameters()]
+    if args.mode == "hsdp":
+        shares = [nn.Parameter(share.detach()[::1].repeat(2)[: share.numel() * 2]) for share in shares]
+    bare.optimizer = torch.optim.AdamW(shares, lr=1e-4)
+    for share in shares:
+        share.grad = torch.zeros_like(share)
+    times = []
+    for _ in range(args.rounds * args.steps):
+        dist.barrier()
+        bare.model.zero_grad(set_to_none=False)
+        times.append(bare.step()[0])
+        for share in shares:
+            share.grad = torch.zeros_like(share)
+    numel = sum(param.numel() for param in bare.model.parameters())
+    return {"compute_ms": round(1e3 * statistics.median(times), 1), **_wire(numel, args.mode)}
+
+
+def _wire(numel: int, mode: str) -> dict[str, Any]:
+    """Milliseconds that one gather and one reduction of all parameters take as bare messages of 16 MiB."""
+    unit = min(numel, 4 * 2**20)
+    group = dist.group.WORLD
+    assert group is not None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine, theirs = torch.zeros(unit // size), [torch.zeros(unit // size) for _ in range(size)]
+    times = []
+    for _ in range(15):
+        dist.barrier()
+        start = time.perf_counter()
+        peers = [peer for peer in range(size) if peer != rank]
+        works = [group.recv([theirs[peer]], peer, 7) for peer in peers] + [group.send([mine], peer, 7) for peer in peers]
+        for work in works:
+            work.wait()
+        times.append(time.perf_counter() - start)
+    one_pass = statistics.median(times) * numel / unit
+    passes = {"fsdp": 3, "ddp": 2, "hsdp": 4}[mode]
+    return {"wire_ms_a_pass": round(1e3 * one_pass, 1), "passes": passes, "wire_ms": round(1e3 * one_pass * passes, 1)}
+
+
+MEASURES: dict[str, Callable[..., dict[str, Any]]] = {
+    "time": measure_time, "memory": measure_memory, "floor": measure_floor,
+}
+
+
+def worker(rank: int, args: argparse.Namespace, store: str) -> None:
+    torch.set_num_threads(1)
+    shape = MESHES[args.mode]
+    world_size = shape[0] * (shape[1] if len(shape) == 2 else 1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    names = ("dp_replicate", "dp_shard")[-len(shape):]
+    result = MEASURES[args.measure](rank, args, init_device_mesh("cpu", shape, mesh_dim_names=names))
+    if rank == 0:
+        case = {"measure": args.measure, "mode": args.mode, "tokens": args.tokens, "small_params": args.small_params}
+        print(json.dumps({**case, **result}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("measure", choices=sorted(MEASURES))
+    parser.add_argument("--mode", choices=sorted(MESHES), default="fsdp")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens a rank and step")
+    parser.add_argument("--small-params", type=int, default=0, help="N small parameters a unit instead of the Llama")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="timed steps a turn")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    shape = MESHES[args.mode]
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(
+            worker, (args, str(Path(folder) / "store")), nprocs=shape[0] * (shape[1] if len(shape) == 2 else 1)
+        )
+
+
+if __name__ == "__main__":
+    main()

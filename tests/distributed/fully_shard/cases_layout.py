@@ -1,0 +1,247 @@
+"""How parameters are laid out: dims, uneven and empty shards, dtypes, replicated, ignored, tied, meta, tensor parallel."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from hp_train.fully_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tests.distributed.fully_shard.checks import assert_grads, assert_nothing_full, expect_collectives, rank, world_size
+from tests.distributed.fully_shard.models import Model, batch, build, full, full_grads, loss_of, reference_grads, wrap
+from tests.distributed.fully_shard.registry import Registry
+
+REGISTRY = Registry()
+
+
+def check_options(mesh: DeviceMesh, **options: object) -> Model:
+    model = wrap(build(), fully_shard, mesh=mesh, **options)
+    loss_of(model, batch(0, rank())).backward()
+    assert_grads(model, reference_grads(build(), world_size()))
+    assert_nothing_full(model)
+    return model
+
+
+@REGISTRY.case
+def defaults(mesh: DeviceMesh) -> None:
+    model = check_options(mesh)
+    assert all(param.placements == (Shard(0),) for param in model.parameters())
+    assert all(torch.equal(full(param), wanted) for param, wanted in zip(model.parameters(), build().parameters()))
+
+
+@REGISTRY.case
+def zero_copy_always_and_never(mesh: DeviceMesh) -> None:
+    check_options(mesh, comm_fusion_zero_copy=True)
+    check_options(mesh, comm_fusion_zero_copy=False)
+
+
+@REGISTRY.case
+def large_parameters_travel_direct(mesh: DeviceMesh) -> None:
+    model = build(width=128, hidden=512 * world_size(), num_blocks=1)
+    wrap(model, fully_shard, mesh=mesh)
+    loss_of(model, batch(0, rank())).backward()
+    (bucket,) = model.blocks[0].hsdp_scheduler.state.sharded_buckets
+    assert bucket.num_direct == 2, "both matrices are at least 64 KiB a piece"
+    assert_grads(model, reference_grads(build(width=128, hidden=512 * world_size(), num_blocks=1), world_size()))
+
+
+@REGISTRY.case
+def without_fusion_one_exchange_a_parameter(mesh: DeviceMesh) -> None:
+    with expect_collectives(reduce_scatter=len(list(build().parameters()))):
+        check_options(mesh, comm_fusion=False)
+
+
+@REGISTRY.case
+def other_dims_even_and_uneven(mesh: DeviceMesh) -> None:
+    model = check_options(mesh, shard_placement_fn=lambda param: Shard(param.ndim - 1))
+    assert model.head.weight.placements == (Shard(1),)
+
+
+@REGISTRY.case
+def fewer_rows_than_ranks_and_scalars(mesh: DeviceMesh) -> None:
+    class Tiny(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(3, 1)
+            self.gain = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.gain
+
+    model, reference, x = fully_shard(Tiny(), mesh=mesh), Tiny(), torch.ones(2, 3)
+    assert model.gain.placements == (Replicate(),)
+    assert model.linear.weight.to_local().shape == ((1, 3) if rank() == 0 else (0, 3))
+    model(x).sum().backward()
+    reference(x).sum().backward()
+    assert_grads(model, {name: param.grad for name, param in reference.named_parameters()})
+
+
+@REGISTRY.case
+def replicated_and_ignored_parameters(mesh: DeviceMesh) -> None:
+    model = build()
+    head = model.head.weight
+    fully_shard(
+        model, mesh=mesh, ignored_params={head}, replicate_params={model.norm.weight, model.blocks[0].up.weight}
+    )
+    assert model.head.weight is head and type(head) is nn.Parameter
+    assert model.norm.weight.placements == (Replicate(),)
+    before = model.norm.weight.to_local().data_ptr()
+    with expect_collectives(all_gather=1, reduce_scatter=1, all_reduce=1):
+        loss_of(model, batch(0, rank())).backward()
+    assert model.norm.weight.to_local().data_ptr() == before
+    expected = reference_grads(build(), world_size())
+    own = build()
+    loss_of(own, batch(0, rank())).backward()
+    assert_grads(model, {**expected, "head.weight": own.head.weight.grad})  # ignored: this rank's own gradient
+
+
+@REGISTRY.case
+def replicated_part_gathers_apart(mesh: DeviceMesh) -> None:
+    model = build()
+    fully_shard(model, mesh=mesh, replicate_params={model.norm.weight})
+    state = model.hsdp_scheduler.state
+    state.unshard_replicate()
+    assert type(model.norm.weight) is nn.Parameter and hasattr(model.head.weight, "placements")
+    state.shard_replicate()
+    assert model.norm.weight.placements == (Replicate(),)
+
+
+@REGISTRY.case
+def frozen_parameters(mesh: DeviceMesh) -> None:
+    for frozen in ("up.", "blocks.1", "embed"):
+        model, reference = build(), build()
+        for each in (model, reference):
+            for name, param in each.named_parameters():
+                param.requires_grad_(frozen not in name)
+        wrap(model, fully_shard, mesh=mesh)
+        loss_of(model, batch(0, rank())).backward()
+        assert_grads(model, reference_grads(reference, world_size()))
+        assert_nothing_full(model)
+
+
+@REGISTRY.case
+def tied_parameters_in_one_unit(mesh: DeviceMesh) -> None:
+    model, reference = build(), build()
+    for each in (model, reference):
+        each.head.weight = each.embed.weight
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard([model.embed, model.norm, model.head], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    loss_of(model, batch(0, rank())).backward()
+    assert model.head.weight is model.embed.weight
+    assert_grads(model, reference_grads(reference, world_size()))
+    assert_nothing_full(model)
+
+
+@REGISTRY.case
+def tied_across_units_is_refused(mesh: DeviceMesh) -> None:
+    model = build()
+    model.head.weight = model.embed.weight
+    fully_shard(model.embed, mesh=mesh)
+    fully_shard(model.head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    try:
+        loss_of(model, batch(0, rank()))
+    except ValueError as error:
+        assert "one unit" in str(error)
+    else:
+        raise AssertionError("a parameter shared between units was accepted")
+
+
+@REGISTRY.case
+def meta_device_then_to_empty(mesh: DeviceMesh) -> None:
+    with torch.device("meta"):
+        model = Model()
+    wrap(model, fully_shard, mesh=mesh)
+    try:
+        loss_of(model, batch(0, rank()))
+    except RuntimeError as error:
+        assert "meta" in str(error) and "embed.weight" in str(error) or "weight" in str(error)
+    else:
+        raise AssertionError("ran on meta parameters")
+    model.to_empty(device="cpu")
+    values = build().state_dict()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(distribute_tensor(values[name], param.device_mesh, param.placements))
+    loss_of(model, batch(0, rank())).backward()
+    assert_grads(model, reference_grads(build(), world_size()))
+
+
+@REGISTRY.case
+def conversion_to_another_dtype(mesh: DeviceMesh) -> None:
+    model = wrap(build(), fully_shard, mesh=mesh).double()
+    loss_of(model, batch(0, rank())).backward()
+    assert all(param.dtype == param.grad.dtype == torch.float64 for param in model.parameters())
+    grads = {name: grad.double() for name, grad in reference_grads(build(), world_size()).items()}
+    assert_grads(model, grads)
+
+
+@REGISTRY.case
+def state_dicts_load_in_place_and_assigned(mesh: DeviceMesh) -> None:
+    saved = wrap(build(), fully_shard, mesh=mesh).state_dict()
+    for assign in (False, True):
+        model = wrap(build(seed=3), fully_shard, mesh=mesh)
+        loss_of(model, batch(0, rank())).backward()  # the full buffers exist already
+        model.zero_grad()
+        model.load_state_dict({name: value.clone() for name, value in saved.items()}, assign=assign)
+        loss_of(model, batch(0, rank())).backward()
+        assert_grads(model, reference_grads(build(), world_size()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer.step()
+        after = loss_of(model, batch(1, rank()))
+        reference = build()
+        reference_grads(reference, world_size())
+        torch.optim.SGD(reference.parameters(), lr=0.5).step()
+        assert torch.allclose(after, loss_of(reference, batch(1, rank())), rtol=1e-5)
+
+
+@REGISTRY.case
+def clipping_counts_every_element_once(mesh: DeviceMesh) -> None:
+    model = wrap(build(), fully_shard, mesh=mesh)
+    loss_of(model, batch(0, rank())).backward()
+    norm = full(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    expected = torch.stack([grad.norm() for grad in reference_grads(build(), world_size()).values()]).norm()
+    assert torch.allclose(norm, expected, rtol=1e-5)
+
+
+@REGISTRY.case
+def cpu_offload_on_cpu(mesh: DeviceMesh) -> None:
+    check_options(mesh, offload_policy=CPUOffloadPolicy())
+
+
+@REGISTRY.case
+def mixed_dtypes_in_one_unit(mesh: DeviceMesh) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.low = nn.Linear(8, 8).bfloat16()
+            self.high = nn.Linear(8, 8)
+            self.table = nn.Parameter(torch.arange(8), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.high(self.low(x.bfloat16()).float())[:, self.table]
+
+    model, reference = fully_shard(Mixed(), mesh=mesh), Mixed()
+    x = torch.ones(3, 8)
+    with expect_collectives(all_gather=3, reduce_scatter=2):
+        model(x).sum().backward()
+    reference(x).sum().backward()
+    assert_grads(model, {name: param.grad for name, param in reference.named_parameters()}, tolerance=1e-2)
+
+
+@REGISTRY.case
+def reduce_in_fp16_divides_before_and_after(mesh: DeviceMesh) -> None:
+    model = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    # the sum of the ranks' gradients overflows fp16 (65504) unless part of the division comes first
+    value = {2: 40000.0, 4: 30000.0}[world_size()]
+    model(torch.full((1, 4), value)).sum().backward()
+    assert torch.equal(full_grads(model)["weight"], torch.full((4, 4), value))
+    model.zero_grad()
+    model.set_gradient_divide_factor(1.0 / 2)
+    model(torch.full((1, 4), 3.0)).sum().backward()
+    assert torch.equal(full_grads(model)["weight"], torch.full((4, 4), 6.0 * world_size()))
