@@ -42,7 +42,7 @@ def _dispatch(arguments: list[str], argv: list[str]) -> int:
     if not arguments:
         return _command("overview").run()
     first = arguments[0]
-    if "=" in first or first.startswith(("-", "~", "+")):
+    if {"=", "."} & set(first) or first.startswith(("-", "~", "+")):
         return _train(arguments, argv)
     if first not in _VERBS:
         near = did_you_mean([nearest(first, _VERBS)])
@@ -65,7 +65,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         usage = " ".join(self.format_usage().removeprefix("usage: ").split())
-        raise ConfigError(f"{self.prog.removeprefix('hp-train').strip()} {message}; usage: {usage}".strip())
+        verb = self.prog.removeprefix("hp-train").strip()
+        raise ConfigError(f"{verb + ': ' if verb else ''}{message}; usage: {usage}")
 
 
 def _train(arguments: list[str], argv: list[str]) -> int:
@@ -109,6 +110,10 @@ def _parse_options(arguments: list[str]) -> argparse.Namespace:
         known = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
         near = did_you_mean([nearest(unknown[0].partition("=")[0], known)])
         raise ConfigError(f"unknown option {unknown[0]}{near}; use {', '.join(known)}")
+    if options.package is not None and not options.cfg:
+        raise ConfigError(f"--package {options.package} goes with --cfg job")
+    if options.resolve and not (options.cfg or options.help):
+        raise ConfigError("--resolve goes with --cfg job")
     if options.package is not None:
         from hp_train.config.schema_tree import SECTIONS
 

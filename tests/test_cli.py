@@ -195,9 +195,12 @@ def test_multirun_stops_when_a_job_was_stopped(started: list, monkeypatch: pytes
 
 def test_resume_hands_over_the_changed_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(
-        resume_command, "resume_run", lambda run_dir, config, **more: calls.append((run_dir, config, more)) or 0
-    )
+
+    def resume_run(run_dir: Path, config: TrainerConfig, **more: object) -> int:
+        calls.append((run_dir, config, more))
+        return 0
+
+    monkeypatch.setattr(resume_command, "resume_run", resume_run)
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "run"
     run_dir.mkdir()

@@ -171,6 +171,8 @@ WORDS = [
         ("$HP_TRAIN_CONFIG_DIR=nowhere",),
         env={"HP_TRAIN_CONFIG_DIR": "nowhere"},
     ),
+    case("resolve what", "--resolve", ("--resolve goes with --cfg",)),
+    case("no equals sign first", "trainer.max_steps 5", ("argument trainer.max_steps",), ("argument 5",)),
     case("group to print", "--cfg job --package trainr", ("trainr is no group",)),
 ]
 FILES = [

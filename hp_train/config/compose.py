@@ -32,7 +32,7 @@ from hp_train.config.faults import EVERYTHING, Fault
 from hp_train.config.key_check import check_value, is_interpolation
 from hp_train.config.override_check import Request, check_request
 from hp_train.config.schema import TrainerConfig
-from hp_train.config.schema_tree import LEAVES, SECTIONS, Leaf, misfit, spell
+from hp_train.config.schema_tree import LEAVES, SECTIONS, Leaf, misfit, spell, value_at
 from hp_train.config.search_path import CONFIGS, SearchPath, search_path
 from hp_train.errors import ConfigError
 
@@ -141,9 +141,13 @@ def finish(composed: DictConfig, request: Request) -> Composition:
 
     faults = list(request.all_faults)
     tree = composed.copy()
-    faults.extend(_resolve(tree))
+    resolved: dict[str, Any] = {}
+    faults.extend(_resolve(tree, resolved))
     config = OmegaConf.to_object(tree)
     assert isinstance(config, TrainerConfig)
+    for key, value in resolved.items():
+        section, _, name = key.rpartition(".")
+        setattr(value_at(config, section), name, value)
     _normalize(config)
     unknown = [key for fault in faults for key in fault.unknown]
     faults.extend(check_config(config, unknown))
@@ -174,8 +178,11 @@ def change(saved: Path, overrides: Sequence[str], recipe: str | None = None) -> 
     return finish(tree, request)
 
 
-def _resolve(tree: DictConfig) -> Iterator[Fault]:
-    """Replace interpolations by their values in place; those that have none of the right type get the default."""
+def _resolve(tree: DictConfig, resolved: dict[str, Any]) -> Iterator[Fault]:
+    """Put the values of interpolations into `resolved`, key by key, and defaults in their place into `tree`.
+
+    Those that have no value of the right type are faults, and keep the default.
+    """
     written = OmegaConf.to_container(tree, resolve=False)
     untyped = OmegaConf.create(written)  # interpolations in it give values as they are, not bent to the field's type
     for leaf in LEAVES.values():
@@ -185,21 +192,18 @@ def _resolve(tree: DictConfig) -> Iterator[Fault]:
         fault = None
         if value == "???":
             fault = Fault(f"{leaf.key} has no value (???); it takes {leaf.expects()}{leaf.choices()}", (leaf.key,))
-        elif _has_interpolation(value):
-            wrong = _resolve_one(tree, untyped, leaf)
+        elif is_interpolation(value):
+            wrong = _resolve_one(untyped, leaf, resolved)
             if wrong is not None:
                 fault = Fault(f"{leaf.key}={spell(value)} {wrong}{leaf.choices()}", (leaf.key,))
-        if fault is not None:
+        if fault is not None or leaf.key in resolved:
             OmegaConf.update(tree, leaf.key, leaf.default)
+        if fault is not None:
             yield fault
 
 
-def _has_interpolation(value: Any) -> bool:
-    return any(_has_interpolation(item) for item in value) if isinstance(value, list) else is_interpolation(value)
-
-
-def _resolve_one(tree: DictConfig, untyped: DictConfig, leaf: Leaf) -> str | None:
-    """Write the value that `leaf` resolves to into `tree`; return what is wrong with it, if anything."""
+def _resolve_one(untyped: DictConfig, leaf: Leaf, resolved: dict[str, Any]) -> str | None:
+    """Write the value that `leaf` resolves to into `resolved`; return what is wrong with it, if anything."""
     try:
         value = OmegaConf.select(untyped, leaf.key, throw_on_resolution_failure=True)
         if OmegaConf.is_config(value):
@@ -211,7 +215,7 @@ def _resolve_one(tree: DictConfig, untyped: DictConfig, leaf: Leaf) -> str | Non
     fault = misfit(leaf, value)
     if fault is not None:
         return f"resolves to {spell(value)}, which {fault}"
-    OmegaConf.update(tree, leaf.key, value)
+    resolved[leaf.key] = value
     return None
 
 

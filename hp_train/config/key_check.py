@@ -59,8 +59,8 @@ def _check_section(key: str, value: Any, place: str) -> Iterator[Fault]:
         for name, item in value.items():
             yield from check_value(f"{key}.{name}", item, place)
         return
-    what = "is a group and cannot be null" if value is None else f"={spell(value)} is not a group of settings"
-    yield Fault(f"{place}{key} {what}; set its keys, such as {a_key_of(key)}", (f"{key}.",))
+    what = " is a group and cannot be null" if value is None else f"={spell(value)} is not a group of settings"
+    yield Fault(f"{place}{key}{what}; set its keys, such as {a_key_of(key)}", (f"{key}.",))
 
 
 def a_key_of(section: str) -> str:
@@ -69,5 +69,7 @@ def a_key_of(section: str) -> str:
 
 
 def is_interpolation(value: Any) -> bool:
-    """Say whether OmegaConf will replace this value by another."""
+    """Say whether OmegaConf will replace this value, or an item of it, by another."""
+    if isinstance(value, list):
+        return any(map(is_interpolation, value))
     return isinstance(value, str) and "${" in value

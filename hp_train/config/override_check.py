@@ -65,6 +65,9 @@ def check_request(arguments: Sequence[str], path: SearchPath, *, multirun: bool 
             continue
         key = override.key_or_group
         kept.pop(key, None)
+        if key == RECIPE_GROUP and override.value() is None:
+            request.choices.pop(RECIPE_GROUP, None)
+            continue  # no recipe, as if none had been named
         kept[key] = argument.lstrip("+")
         if key in (*GROUPS, RECIPE_GROUP) and not override.is_sweep_override():
             request.choices[key] = override.value()
@@ -85,7 +88,8 @@ def _parse(parser: OverridesParser, argument: str, request: Request) -> Override
         return None
     key, equals, value = argument.partition("=")
     if not equals:
-        near = did_you_mean([nearest(argument, (*GROUPS, *LEAVES))])
+        word = nearest(argument, (*GROUPS, *LEAVES))
+        near = did_you_mean([f"{word}=..." if word else None])
         request.faults.append(Fault(f"argument {argument} is not key=value{near}"))
         return None
     if not key.strip("+ "):
@@ -94,7 +98,8 @@ def _parse(parser: OverridesParser, argument: str, request: Request) -> Override
     try:
         override = parser.parse_override(argument)
     except HydraException:
-        hint = f"; quote the value: '{key}=\"{value}\"'" if "\"" not in value and "'" not in value else ""
+        can_quote = key.lstrip("+") in (*LEAVES, *SECTIONS, RECIPE_GROUP) and not {"'", '"'} & set(value)
+        hint = f"; quote the value: '{key}=\"{value}\"'" if can_quote else ""
         request.faults.append(Fault(f"argument {argument} cannot be read{hint}", (key.lstrip("+"),)))
         return None
     override.input_line = argument

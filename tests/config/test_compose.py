@@ -112,6 +112,20 @@ def test_a_group_that_may_be_null(here: Path, arguments: list[str], scaling: tup
     assert (found and (found.factor, found.low_freq_factor)) == scaling
 
 
+def test_an_escaped_interpolation_is_text(here: Path) -> None:
+    assert compose([r"trainer.run_name='\${x}'"]).config.trainer.run_name == "${x}"
+
+
+def test_interpolation_in_a_list_and_of_a_count(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("N", "1")
+    config = compose(["optimizer.betas=[0.9,${model.norm_eps}]", "launcher.nproc_per_node=${oc.env:N}"]).config
+    assert (config.optimizer.betas, config.launcher.nproc_per_node) == ([0.9, 1e-5], 1)
+
+
+def test_no_recipe_is_an_answer(here: Path) -> None:
+    assert compose(["recipe=llama_pp", "recipe=null"]).config == compose().config
+
+
 def test_names_get_one_spelling(here: Path) -> None:
     config = compose(["fsdp.dp_mode=Fully_Shard", "pp.schedule=GPipe"]).config
     assert (config.fsdp.dp_mode, config.pp.schedule) == ("fsdp", "gpipe")
