@@ -121,7 +121,7 @@ def test_completion_installs(tmp_path: Path) -> None:
     assert done.code == 0 and "complete -o nospace" in done.stdout
 
 
-# --- what is started, without starting it -------------------------------------------------------------------------------
+# --- what is started, without starting it --------------------------------------------------------------------------
 
 
 @pytest.fixture
