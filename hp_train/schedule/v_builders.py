@@ -58,7 +58,10 @@ def _counter_key(letter: str) -> tuple[str, int]:
 
 
 def zbv_order(rank: int, p: int, m: int, v: int) -> list[MetaStep]:
-    """ZB-V (arXiv:2401.10241, section 6), by hand for F = I = W: two micro-batches a rank in flight at each step.
+    """ZB-V (arXiv:2401.10241, section 6), the handcrafted order for F = I = W.
+
+    Its bubble is (p - 1)(F + I - W) / 2 of a rank's costs for F = W and I <= 2F, no more for W <= F <= I <= F + W, and
+    can be more elsewhere, which `simulate` tells.
 
     With fewer than 2p - 1 micro-batches it is the order for 2p - 1 without those that do not exist; leaving out whole
     micro-batches leaves the dependencies of the others as they were.
