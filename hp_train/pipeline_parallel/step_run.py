@@ -111,33 +111,37 @@ class StepRun:
             self.outgoing[Traffic.DATA, 0, micro_index] = (batch.targets,)
 
     def transfer(self, steps: Sequence[MetaStep]) -> None:
-        """Start sends and receives, as one batch if the transport batches. Receives are waited for where consumed."""
-        started: list[tuple[MetaStep, list[Operation]]] = []
-        for step in sorted(steps, key=lambda each: each.meta_type not in SEND_TYPES):  # headers leave before any is awaited
+        """Start sends and receives. Receives are waited for where consumed.
+
+        Sends go first, headers and all: a peer may need them before it can announce what this rank is to receive.
+        """
+        ordered = sorted(steps, key=lambda each: each.meta_type not in SEND_TYPES)
+        if self.wires.groups_batches:
+            self._transfer_together(ordered)
+            return
+        for step in ordered:
             operations = self._operations_of(step)
-            if operations is not None:
-                started.append((step, operations))
-        if self.wires.batches:
-            together = [operation for _, operations in started for operation in operations]
-            works = self.wires.submit(together) if together else []
-            one_each = len(works) == len(together)
-            for step, operations in started:
-                own = works[: len(operations)] if one_each else works
-                works = works[len(operations) :] if one_each else works
-                self._book(step, own, operations)
-        else:
-            for step, operations in started:
+            if operations:
                 self._book(step, self.wires.submit(operations), operations)
 
-    def _operations_of(self, step: MetaStep) -> list[Operation] | None:
-        """What a send or receive puts on the wires; None for a receive that is posted later, at its use."""
+    def _transfer_together(self, steps: Sequence[MetaStep]) -> None:
+        """One group call for all. Only host threads wait for headers here, so no device transfer can hold one up."""
+        started = [(step, self._operations_of(step)) for step in steps]
+        together = [operation for _, operations in started for operation in operations]
+        works = self.wires.submit(together)
+        for step, operations in started:
+            if operations:
+                self._book(step, works, operations)
+
+    def _operations_of(self, step: MetaStep) -> list[Operation]:
+        """What a send or receive puts on the wires; nothing for a receive that is posted already, or only at its use."""
         key = (TRAFFIC_OF[step.meta_type], step.stage_index)
         if step.meta_type in SEND_TYPES:
             values = self.outgoing.pop((*key, step.micro_index))
             return self.outboxes[key].prepare(values, self._announces_all(key), f"stage {step.stage_index}")
         inbox = self.inboxes[key]
         if self.wires.defers_headers and not inbox.knows_next():
-            return None
+            return []
         return inbox.prepare(step.micro_index)
 
     def _announces_all(self, key: tuple[Traffic, int]) -> bool:
@@ -155,7 +159,7 @@ class StepRun:
         key = (TRAFFIC_OF[step.meta_type], step.stage_index)
         if step.meta_type in SEND_TYPES:
             self.outboxes[key].sent(step.micro_index, works, operations)
-        elif operations:
+        else:
             self.inboxes[key].posted(step.micro_index, works)
 
     def _targets_of(self, micro_index: int) -> Any:

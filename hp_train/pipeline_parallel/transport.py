@@ -121,13 +121,13 @@ class Wires:
         return self._transport == "multi_stream"
 
     @property
-    def batches(self) -> bool:
-        """Whether neighbouring transfers are handed over as one batch."""
-        return self._transport in ("batch", "boundary")
+    def groups_batches(self) -> bool:
+        """Whether neighbouring transfers are handed over in one group call; gloo has none and needs none."""
+        return self._transport in ("batch", "boundary") and not self.is_host
 
     def submit(self, operations: Sequence[Operation]) -> list[dist.Work]:
-        """Start the operations, as one batch if the transport batches; return a Work for each, for an NCCL batch one."""
-        if not self.batches or self.is_host or not operations:
+        """Start the operations, in one group call if the transport batches; return the Works that end with them."""
+        if not self.groups_batches or not operations:
             return [self._start(op.is_send, op.tensor, op.edge, self._groups[op.edge]) for op in operations]
         group = self._groups[operations[0].edge]
         group.backend._start_coalescing()
