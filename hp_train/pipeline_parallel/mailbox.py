@@ -43,7 +43,10 @@ class BufferPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
-        self.num_buffers = 0  # sets handed out and not given up: the peak in flight of the latest layouts
+
+    @property
+    def num_free(self) -> int:
+        return sum(map(len, self._free.values()))
 
     def has_free(self, layout: TensorLayout) -> bool:
         return bool(self._free.get((layout.shape, layout.dtype)))
