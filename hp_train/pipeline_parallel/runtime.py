@@ -112,6 +112,10 @@ class PipelineRuntime:
         """What the latest receive of a stage was set up with, per tensor; empty before the first."""
         return self._inboxes[traffic, stage_index].infos
 
+    def num_recv_buffers(self) -> dict[tuple[Traffic, int], int]:
+        """Between steps: per receiving edge (traffic, stage), how many buffer tensors its pool has come to hold."""
+        return {key: inbox.pool.num_free for key, inbox in self._inboxes.items()}
+
     def step(self, micro_batches: Sequence[StageInputs | None], loss_scale: float | Tensor = 1.0) -> Tensor | None:
         """Run one training step: accumulate the gradients of `loss_scale` times the summed loss.
 
