@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ScheduleError
-from hp_train.schedule import Schedule, build_schedule, lower, verify
-from hp_train.schedule.registry import derive_stages_per_rank
+from hp_train.schedule import TRANSPORTS, Schedule, lower, select_transport, verify
+from hp_train.schedule.sources import open_schedule
 from hp_train.stage_split import split_layers
 
 
@@ -29,15 +29,22 @@ class PipelinePlan:
 
 
 def plan_pipeline(config: TrainerConfig, num_microbatches: int) -> PipelinePlan:
-    """Build, lower and prove the schedule of `config`, whose pp_size is above 1.
+    """Build or read, lower and prove the schedule of `config`, whose pp_size is above 1.
 
-    Raises ScheduleError with the counter-example when the proof fails.
+    Raises ScheduleError for a schedule that can't be read or built, and with the counter-example when the proof fails.
     """
     pp = config.pp
-    stages_per_rank = pp.stages_per_rank or derive_stages_per_rank(pp.schedule)
-    compute = build_schedule(pp.schedule, config.accelerator.pp_size, num_microbatches, stages_per_rank)
-    schedule = lower(compute, pp.p2p_transport)
-    proof = verify(schedule, pp.p2p_transport)
+    compute = open_schedule(pp.schedule, config.accelerator.pp_size, num_microbatches, pp.stages_per_rank)
+    options = {
+        "overlap": None if pp.overlap == "none" else pp.overlap,
+        "swap": pp.swap_min_gap,
+        "data": pp.data_steps,
+    }
+    if pp.p2p_transport == "auto":
+        transport, schedule = select_transport(compute, TRANSPORTS, **options)
+    else:
+        transport, schedule = pp.p2p_transport, lower(compute, pp.p2p_transport, **options)
+    proof = verify(schedule, transport)
     if not proof.ok:
-        raise ScheduleError(*(f"pp.schedule={pp.schedule}: refused under {pp.p2p_transport}: {text}" for text in proof.violations))
-    return PipelinePlan(schedule, pp.p2p_transport, split_layers(config.model, compute.num_stages, pp.layer_split))
+        raise ScheduleError(*(f"pp.schedule={pp.schedule}: refused under {transport}: {text}" for text in proof.violations))
+    return PipelinePlan(schedule, transport, split_layers(config.model, compute.num_stages, pp.layer_split))

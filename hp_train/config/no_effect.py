@@ -8,6 +8,9 @@ from hp_train.config.schema import TrainerConfig
 from hp_train.config.schema_tree import LEAVES, spell, value_at
 
 
+_PP_OPTIONS = ("overlap", "swap_min_gap", "data_steps", "trace_steps")
+
+
 def find(config: TrainerConfig) -> list[str]:
     """Return one line for each setting of `config` without effect, naming what would give it one."""
     found = []
@@ -37,7 +40,8 @@ def _idle_in_mesh(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]
     if accelerator.tp_size == 1:
         yield ("accelerator.sequence_parallel", "accelerator.loss_parallel"), "accelerator.tp_size=1"
     if accelerator.pp_size == 1:
-        yield ("pp.schedule", "pp.layer_split", "pp.p2p_transport"), "accelerator.pp_size=1 makes no pipeline"
+        idle = tuple(f"pp.{name}" for name in ("schedule", "stages_per_rank", "layer_split", "p2p_transport", *_PP_OPTIONS))
+        yield idle, "accelerator.pp_size=1 makes no pipeline"
     if fsdp.dp_mode == "ddp":
         yield ("fsdp.reshard_after_forward",), "fsdp.dp_mode=ddp shards nothing"
     elif fsdp.dp_shard_size == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 from hp_train.compile.pass_config import PP_SCHEDULES, SCHEDULE_FILE_PREFIX, normalize_pp_schedule
@@ -9,7 +10,8 @@ from hp_train.config.near_match import did_you_mean, nearest
 from hp_train.config.rule import Rule
 from hp_train.config.rules_batch import BATCH_KEYS, known_num_microbatches
 from hp_train.config.schema import TrainerConfig
-from hp_train.schedule.registry import check_sizes, derive_stages_per_rank
+from hp_train.errors import ScheduleError
+from hp_train.schedule.registry import SCHEDULES, check_sizes, derive_stages_per_rank
 from hp_train.stage_split import split_faults
 
 _STAGE_KEYS = ("pp.schedule", "pp.stages_per_rank", "accelerator.pp_size")
@@ -19,7 +21,21 @@ def known_stages_per_rank(config: TrainerConfig) -> int | None:
     """Return the stages of each rank, derived if they are not given; None if the schedule is not known."""
     if any(True for _ in _schedule(config)):
         return None
-    return config.pp.stages_per_rank or derive_stages_per_rank(config.pp.schedule)
+    if config.pp.stages_per_rank is not None:
+        return config.pp.stages_per_rank
+    if _is_file(config):
+        from hp_train.schedule import load_schedule
+
+        return len(load_schedule(_path(config)).stages_of_rank(0))
+    return derive_stages_per_rank(config.pp.schedule)
+
+
+def _is_file(config: TrainerConfig) -> bool:
+    return config.pp.schedule.startswith(SCHEDULE_FILE_PREFIX)
+
+
+def _path(config: TrainerConfig) -> str:
+    return config.pp.schedule.removeprefix(SCHEDULE_FILE_PREFIX)
 
 
 def _schedule(config: TrainerConfig) -> Iterator[str]:
@@ -31,13 +47,26 @@ def _schedule(config: TrainerConfig) -> Iterator[str]:
         yield f"pp.schedule={schedule} is no schedule{near}; use {', '.join(PP_SCHEDULES)}"
         return
     if name.startswith(SCHEDULE_FILE_PREFIX):
-        yield f"pp.schedule={schedule}: schedules from files are not supported yet; use {', '.join(PP_SCHEDULES)}"
+        from hp_train.schedule import load_schedule  # only a person's own schedule pays for the reader
+
+        try:
+            load_schedule(name.removeprefix(SCHEDULE_FILE_PREFIX))
+        except ScheduleError as error:
+            yield from (f"pp.schedule={schedule}: {message}" for message in error.messages)
 
 
 def _sizes(config: TrainerConfig) -> Iterator[str]:
     """The schedule's own demands; without a pipeline there are none."""
     num_microbatches, stages = known_num_microbatches(config), known_stages_per_rank(config)
     if config.accelerator.pp_size == 1 or num_microbatches is None or stages is None:
+        return
+    if _is_file(config):
+        from hp_train.schedule.sources import open_schedule
+
+        try:
+            open_schedule(config.pp.schedule, config.accelerator.pp_size, num_microbatches, stages)
+        except ScheduleError as error:
+            yield from (f"pp.schedule: {message}" for message in error.messages)
         return
     for fault in check_sizes(config.pp.schedule, config.accelerator.pp_size, num_microbatches, stages):
         yield _with_keys(fault, config, num_microbatches)
@@ -65,8 +94,35 @@ def _layers(config: TrainerConfig) -> Iterator[str]:
         yield f"{fault} ({cut})"
 
 
+def _splits_backward(config: TrainerConfig) -> Iterator[str]:
+    """Selective recomputation keeps what a first backward frees; the second, for the weights, finds it gone."""
+    if config.accelerator.pp_size == 1 or known_stages_per_rank(config) is None or _is_file(config):
+        return
+    if config.activation_checkpoint.mode == "selective" and SCHEDULES[config.pp.schedule].splits_backward:
+        yield (
+            f"activation_checkpoint.mode=selective does not work with pp.schedule={config.pp.schedule}, which runs the "
+            f"two halves of backward apart; use none or full"
+        )
+
+
+def _data_steps(config: TrainerConfig) -> Iterator[str]:
+    if config.pp.data_steps and config.accelerator.pp_size > 1 and config.data.document_boundaries == "isolate":
+        yield (
+            "pp.data_steps=true does not work with data.document_boundaries=isolate, whose positions and masks every "
+            "stage needs; use attend or pad"
+        )
+
+
+def _trace_steps(config: TrainerConfig) -> Iterator[str]:
+    if config.pp.trace_steps and importlib.util.find_spec("matplotlib") is None:
+        yield "pp.trace_steps needs matplotlib; install it with: pip install 'hp-train[plots]'"
+
+
 RULES = (
     Rule(("pp.schedule",), _schedule),
     Rule((*_STAGE_KEYS, *BATCH_KEYS), _sizes),
     Rule((*_STAGE_KEYS, "pp.layer_split", "model.num_layers"), _layers),
+    Rule((*_STAGE_KEYS, "activation_checkpoint.mode"), _splits_backward),
+    Rule(("pp.data_steps", "accelerator.pp_size", "data.document_boundaries"), _data_steps),
+    Rule(("pp.trace_steps",), _trace_steps),
 )

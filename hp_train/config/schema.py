@@ -103,8 +103,16 @@ class PpSection:
     """Stages on each pipeline rank; null is what the schedule needs. Integer, stages; default null; 1 to 64 or null."""
     layer_split: Optional[List[int]] = number(None, 0, 100_000, also=(None,))
     """Transformer layers of each stage in order; null splits evenly, embedding and head counted. List of integers, layers; default null; 0 to 100000 or null."""
-    p2p_transport: str = choice("plain", "plain")
-    """How stages exchange tensors. Text; default plain; plain."""
+    p2p_transport: str = choice("plain", "plain", "batch", "multi_stream", "boundary", "auto")
+    """How stages exchange tensors; auto is the first of multi_stream, batch, plain under which the schedule is proven. Text; default plain; plain, batch, multi_stream, boundary, auto."""
+    overlap: str = choice("none", "none", "f_b", "b_f")
+    """Pair a forward with a neighbouring backward into one step, in the order named. Text; default none; none, f_b, b_f."""
+    swap_min_gap: Optional[int] = number(None, 0, MAX_COUNT, also=(None,))
+    """Move activations to host memory when at least so many compute steps lie between forward and backward; null never. Integer, steps; default null; 0 to 1e+09 or null."""
+    data_steps: bool = False
+    """Read data on the first stage's rank alone and send targets to the last stage's. Boolean; default false."""
+    trace_steps: List[int] = number([], 1, MAX_COUNT)
+    """Optimizer steps whose measured timeline is written beside the planned one. List of integers, steps; default []; 1 to 1e+09."""
 
 
 @dataclass

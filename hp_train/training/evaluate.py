@@ -15,9 +15,11 @@ class Evaluator:
 
     def __init__(self, config: TrainerConfig, worker: Worker) -> None:
         self.worker = worker
+        self.reads_data = not config.pp.data_steps or worker.mesh.coordinates.pp == 0
         plan = worker.batch_plan
-        whole_batches = max(1, worker.val_source.num_sequences // plan.global_batch_size) if worker.val_source else 0
-        self.num_batches = min(config.trainer.eval_batches, whole_batches)
+        # Beyond the last sequence the source gives rows whose targets are all ignored.
+        num_batches = -(-worker.val_source.num_sequences // plan.global_batch_size) if worker.val_source else 0
+        self.num_batches = min(config.trainer.eval_batches, num_batches)
 
     def loss(self) -> float:
         """Return nats per valid target token, the same on all ranks."""
@@ -26,10 +28,10 @@ class Evaluator:
         assert source is not None, "evaluation needs held-out data"
         loss_sum, num_tokens = 0.0, 0
         for step in range(self.num_batches):
-            samples = plan.samples_of(step, mesh.dp_rank)
+            samples = plan.samples_of(step, mesh.dp_rank) if self.reads_data else []
             micro_batches = [to_micro_batch(source.batch(chunk), mesh.device) for chunk in samples]
             loss_sum += worker.engine.eval_step(micro_batches).item()
             num_tokens += sum(batch.num_targets for batch in micro_batches)
-        counts_tokens = mesh.coordinates.pp == mesh.sizes.pp - 1
+        counts_tokens = mesh.coordinates.pp == 0
         losses, tokens = mesh.gather([loss_sum, num_tokens if counts_tokens else 0]).T.tolist()
         return math.fsum(losses) / max(sum(tokens), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ def build_worker(config: TrainerConfig, context: RunContext) -> Worker:
     )
     pipeline = plan_pipeline(config, plan.num_microbatches) if mesh.sizes.pp > 1 else None
     model = build_model(config, pass_config, mesh, pipeline, precision)
-    engine = build_engine(model, mesh, pipeline)
+    engine = build_engine(model, mesh, pipeline, _digest(config))
     optimizer = build_optimizer(model.parameters, config.optimizer, device)
     evaluates = config.trainer.eval_every > 0
     return Worker(
@@ -85,6 +86,10 @@ def training_device(choice: str, local_rank: int) -> torch.device:
 def resolve_precision(choice: str, device: torch.device) -> str:
     """Return fp32 or bf16; `auto` is bf16 on CUDA."""
     return choice if choice != "auto" else {"cuda": "bf16", "cpu": "fp32"}[device.type]
+
+
+def _digest(config: TrainerConfig) -> str:
+    return hashlib.sha256(repr(config).encode()).hexdigest()
 
 
 def _open(config: TrainerConfig, split: str) -> TokenSource:

@@ -7,6 +7,7 @@ The trainer knows `StepEngine` alone. Gradients are left in `.grad`: the derivat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ from hp_train.parallel.parallelize import ParallelModel
 from hp_train.pipeline_parallel.microbatch import StageInputs
 from hp_train.pipeline_parallel.runtime import PipelineRuntime
 from hp_train.pipeline_parallel.stage import ModuleStage
+from hp_train.pipeline_parallel.trace import write_trace
 from hp_train.pipeline_plan import PipelinePlan
 
 
@@ -85,36 +87,60 @@ class DataParallelEngine:
 class PipelineEngine:
     """Runs the micro-batches through a pipeline by a proven schedule."""
 
-    def __init__(self, runtime: PipelineRuntime, dp_size: int) -> None:
+    def __init__(self, runtime: PipelineRuntime, plan: PipelinePlan, dp_size: int) -> None:
         self.runtime = runtime
+        self.plan = plan
         self.dp_size = dp_size
 
     def train_step(self, micro_batches: Sequence[MicroBatch], token_count: int) -> torch.Tensor:
         """Accumulate gradients over `micro_batches`; see `StepEngine`."""
-        loss_sum = self.runtime.step([_stage_inputs(batch) for batch in micro_batches], self.dp_size / token_count)
+        loss_sum = self.runtime.step(self._inputs(micro_batches), self.dp_size / token_count)
         return torch.zeros(()) if loss_sum is None else loss_sum
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Return the loss sum of `micro_batches`; see `StepEngine`."""
-        loss_sum = self.runtime.evaluate([_stage_inputs(batch) for batch in micro_batches])
+        loss_sum = self.runtime.evaluate(self._inputs(micro_batches))
         return torch.zeros(()) if loss_sum is None else loss_sum
+
+    def record_next_step(self) -> None:
+        """Measure when each step of the schedule runs, in the next `train_step`."""
+        self.runtime.record_next_step()
+
+    def write_trace(self, folder: Path, step: int) -> str:
+        """Write the recorded step's measured and planned timelines into `folder`; return what to print. Collective."""
+        measured = self.runtime.recorded_timeline()
+        return write_trace(self.plan.schedule, measured, folder, step) if self.runtime.pp_rank == 0 else ""
 
     def close(self) -> None:
         """Close the runtime; see `StepEngine`."""
         self.runtime.close()
 
+    def _inputs(self, micro_batches: Sequence[MicroBatch]) -> list[StageInputs | None]:
+        if not micro_batches:  # the schedule's data steps bring this rank what it needs
+            return [None] * self.plan.schedule.num_microbatches
+        return [
+            StageInputs(
+                args=(batch.tokens,),
+                kwargs={"positions": batch.positions, "attention_mask": batch.attention_mask},
+                targets=batch.targets,
+            )
+            for batch in micro_batches
+        ]
 
-def _stage_inputs(batch: MicroBatch) -> StageInputs:
-    kwargs = {"positions": batch.positions, "attention_mask": batch.attention_mask}
-    return StageInputs(args=(batch.tokens,), kwargs=kwargs, targets=batch.targets)
 
+def build_engine(
+    model: ParallelModel, mesh: MeshContext, plan: PipelinePlan | None, config_digest: str
+) -> StepEngine:
+    """Return the engine that steps this rank's share of the model; collective over all ranks.
 
-def build_engine(model: ParallelModel, mesh: MeshContext, plan: PipelinePlan | None) -> StepEngine:
-    """Return the engine that steps this rank's share of the model; collective over all ranks."""
+    Ranks of a pipeline refuse to start together unless their `config_digest` is the same.
+    """
     dp_size = mesh.sizes.dp_size
     if plan is None:
         return DataParallelEngine(model.stages[0], dp_size, reduce_every_microbatch=mesh.sizes.dp_shard > 1)
     num_stages = plan.schedule.num_stages
     stages = [ModuleStage(module, index, num_stages) for index, module in model.stages.items()]
-    runtime = PipelineRuntime(stages, plan.schedule, plan.transport, mesh.pp_group, mesh.device)
-    return PipelineEngine(runtime, dp_size)
+    runtime = PipelineRuntime(
+        stages, plan.schedule, plan.transport, mesh.pp_group, mesh.device, config_digest=config_digest
+    )
+    return PipelineEngine(runtime, plan, dp_size)

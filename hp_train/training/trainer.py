@@ -28,6 +28,7 @@ from hp_train.training.lr_schedule import learning_rate
 from hp_train.training.metrics import MetricsRow, MetricsWriter
 from hp_train.training.run_context import Phase, RunContext, TrainOutcome
 from hp_train.training.setup import Worker, build_worker
+from hp_train.training.step import PipelineEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,8 @@ class Trainer:
         return TrainOutcome(_exit_code(stop_signal, done == self.config.trainer.max_steps), done)
 
     def _samples_of(self, step: int) -> list[list[int]]:
+        if self.config.pp.data_steps and self.mesh.coordinates.pp > 0:
+            return []  # the schedule's data steps bring this rank what it needs
         return self.worker.batch_plan.samples_of(step, self.mesh.dp_rank)
 
     def _optimizer_step(
@@ -119,7 +122,12 @@ class Trainer:
         progress.phase = Phase.STEP
         optimizer.zero_grad(set_to_none=True)
         # Gradients come divided by the tokens of a full batch; padding is put right below, when the count is known.
+        traces = step in self.config.pp.trace_steps and isinstance(self.worker.engine, PipelineEngine)
+        if traces:
+            self.worker.engine.record_next_step()
         loss_sum = self.worker.engine.train_step(micro_batches, plan.tokens_per_step)
+        if traces:
+            self._write_trace(step)
         self.worker.model.sync_tied_gradients()
         agreement = self._agree(loss_sum, micro_batches, wait_s, checkpoints)
         progress.phase = Phase.OPTIMIZER
@@ -135,6 +143,13 @@ class Trainer:
         self.tokens_seen += agreement.num_tokens
         return agreement
 
+    def _write_trace(self, step: int) -> None:
+        """Write the timeline of `step`; the pipelines of other data-parallel ranks measure alike and keep silent."""
+        folder = self.context.run_dir / "traces"
+        text = self.worker.engine.write_trace(folder / f"dp_{self.mesh.dp_rank}", step)
+        if text and self.mesh.dp_rank == 0:
+            print(text, flush=True)
+
     def _learning_rate(self, step: int) -> float:
         return learning_rate(step, self.config.lr_scheduler, self.config.optimizer.lr, self.total_steps)
 
@@ -144,7 +159,7 @@ class Trainer:
         """Exchange one row a rank and reduce the rows in rank order, so that all ranks hold the same bits."""
         model = self.worker.model
         squares = owned_square_sum(model.parameters, self.mesh.coordinates, model.not_owned)
-        counts_tokens = self.mesh.coordinates.pp == self.mesh.sizes.pp - 1
+        counts_tokens = self.mesh.coordinates.pp == 0
         num_tokens = sum(batch.num_targets for batch in micro_batches) if counts_tokens else 0
         rows = self.mesh.gather([
             loss_sum.item(), num_tokens, squares.item(), wait_s, metrics.peak_memory_bytes(self.mesh.device),
