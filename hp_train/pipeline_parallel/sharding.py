@@ -36,6 +36,9 @@ class Units(Protocol):
     def after_weight_grads(self) -> None:
         """Add the gradients that just came to those accumulated, in the reduction's dtype."""
 
+    def after_backward(self) -> None:
+        """The same after an undivided backward, for what the units' own hooks have left."""
+
     def reduce_grad(self) -> None:
         """Reduce the accumulated gradients of every unit, one reduce-scatter each."""
 
@@ -67,6 +70,8 @@ class NoUnits:
 
     def after_weight_grads(self) -> None: ...
 
+    def after_backward(self) -> None: ...
+
     def reduce_grad(self) -> None: ...
 
     def recover(self) -> None: ...
@@ -96,7 +101,13 @@ class HSDPUnits:
         self._root.unshard(recurse=True)
 
     def after_weight_grads(self) -> None:
-        """See Units. This engine folds gradients in whenever it meets them."""
+        """See Units."""
+        for scheduler in self._root._schedulers(recurse=True):
+            scheduler.state.fold_grads()
+
+    def after_backward(self) -> None:
+        """See Units. Units whose inputs need no gradient see no hook at the end of theirs."""
+        self.after_weight_grads()
 
     def reduce_grad(self) -> None:
         """See Units."""
@@ -145,6 +156,9 @@ class TorchUnits:
         """See Units."""
         for group in self._param_groups():
             group.post_backward()
+
+    def after_backward(self) -> None:
+        """See Units. The root's final callback has done it."""
 
     def reduce_grad(self) -> None:
         """See Units."""

@@ -144,6 +144,7 @@ class ModuleStage:
         roots, grads = _with_gradient(flight.roots, output_grads)
         if roots:
             torch.autograd.backward(roots, grads)
+        self._units.after_backward()
         self._swap.forget(micro_index)
         return _spread(flight, _take_grads(flight.inputs))
 
