@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -137,7 +138,7 @@ def take_turns(runs: dict[str, Run], rounds: int, steps: int) -> dict[str, list[
 
 
 def measure_time(rank: int, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
-    engines = ["ours", "torch"] + (["torch_async"] if args.mode != "ddp" else [])
+    engines = ["ours", "torch"] + (["torch_async"] if args.asynchronous and args.mode != "ddp" else [])
     times = take_turns({name: Run(name, args, mesh) for name in engines}, args.rounds, args.steps)
     result: dict[str, Any] = {}
     for position, kind in enumerate(("clock", "cpu")):
@@ -157,8 +158,9 @@ def measure_memory(rank: int, args: argparse.Namespace, mesh: DeviceMesh) -> dic
             tracker.track_external(run.model, run.optimizer)
             for _ in range(3):
                 run.step()
+                tracker.reset_mod_stats()  # per module it follows one step only; the peak goes on
         peaks[engine] = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-        num_bytes = sum(_local(param).numel() * 4 for param in run.model.parameters())
+        num_bytes = sum(getattr(param, "_local_tensor", param).numel() * 4 for param in run.model.parameters())
         del run, tracker
     persistent = 4 * num_bytes  # shard, gradient, two moments
     activations = _activation_bytes(args)
@@ -224,7 +226,8 @@ def _wire(numel: int, mode: str) -> dict[str, Any]:
         dist.barrier()
         start = time.perf_counter()
         peers = [peer for peer in range(size) if peer != rank]
-        works = [group.recv([theirs[peer]], peer, 7) for peer in peers] + [group.send([mine], peer, 7) for peer in peers]
+        works = [group.recv([theirs[peer]], peer, 7) for peer in peers]
+        works += [group.send([mine], peer, 7) for peer in peers]
         for work in works:
             work.wait()
         times.append(time.perf_counter() - start)
@@ -241,8 +244,7 @@ MEASURES: dict[str, Callable[..., dict[str, Any]]] = {
 def worker(rank: int, args: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(1)
     shape = MESHES[args.mode]
-    world_size = shape[0] * (shape[1] if len(shape) == 2 else 1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=math.prod(shape))
     names = ("dp_replicate", "dp_shard")[-len(shape):]
     result = MEASURES[args.measure](rank, args, init_device_mesh("cpu", shape, mesh_dim_names=names))
     if rank == 0:
@@ -258,14 +260,15 @@ def main() -> None:
     parser.add_argument("--mode", choices=sorted(MESHES), default="fsdp")
     parser.add_argument("--tokens", type=int, default=128, help="tokens a rank and step")
     parser.add_argument("--small-params", type=int, default=0, help="N small parameters a unit instead of the Llama")
+    parser.add_argument("--asynchronous", action="store_true", help="also FSDP2 with async unshard and prefetch")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="timed steps a turn")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     shape = MESHES[args.mode]
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(
-            worker, (args, str(Path(folder) / "store")), nprocs=shape[0] * (shape[1] if len(shape) == 2 else 1)
+        torch.multiprocessing.start_processes(
+            worker, (args, str(Path(folder) / "store")), nprocs=math.prod(shape), start_method="fork"
         )
 
 

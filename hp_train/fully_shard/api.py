@@ -125,7 +125,9 @@ def _check_choices(
     zero_copy: object,
 ) -> None:
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool | int):
-        raise ValueError(f"reshard_after_forward takes True, False, None or a group size, not {reshard_after_forward!r}")
+        raise ValueError(
+            f"reshard_after_forward takes True, False, None or a group size, not {reshard_after_forward!r}"
+        )
     if dp_mesh.mode == "ddp" and shard_placement_fn is not None:
         raise ValueError("shard_placement_fn has nothing to place in mode ddp, where every parameter is replicated")
     if not isinstance(comm_fusion, bool) or not (zero_copy is None or isinstance(zero_copy, bool)):
@@ -226,7 +228,9 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """
     for module in modules:
         if not isinstance(module, HSDPModule):
-            raise ValueError(f"share_comm_ctx takes modules that fully_shard was applied to, not {type(module).__name__}")
+            raise ValueError(
+                f"share_comm_ctx takes modules that fully_shard was applied to, not {type(module).__name__}"
+            )
     if modules:
         shared = modules[0].hsdp_scheduler.comm
         for module in modules[1:]:

@@ -237,15 +237,16 @@ def _sum_in_rank_order(
 
 
 def all_reduce_stages(
-    comm: GroupComm, stream: Stream, tensors: Sequence[torch.Tensor], tag: int
+    comm: GroupComm, stream: Stream, tensors: Sequence[torch.Tensor], tag: int, divisor: float = 1.0
 ) -> Iterator[Pending | ReducePending]:
-    """Sum 1-D contiguous tensors over the ranks in place; yields what to wait for between the stages.
+    """Sum 1-D contiguous tensors over the ranks in place, then divide; yields what to wait for between the stages.
 
-    Direct: every rank sums one part of each tensor, then sends the sums round, so all ranks hold the same bits.
+    Direct: every rank sums and divides one part of each tensor, then sends it round, so all hold the same bits.
     Native: exactly one tensor, one stage.
     """
     _count("all_reduce")
     if comm.size == 1:
+        _divide(tensors, divisor)
         return
     if comm.direct:
         parts = [list(_split_even(tensor, comm.size)) for tensor in tensors]
@@ -253,6 +254,7 @@ def all_reduce_stages(
         places = [torch.empty_like(part) for part in own]
         yield _exchange_rows(comm, parts, places, tag, sum_in_place=True)
         del places
+        _divide(own, divisor)
         works = [comm.group.recv([rows[peer]], peer, tag) for rows in parts for peer in comm.peers
                  if rows[peer].numel()]
         works += [comm.group.send([part], peer, tag) for part in own for peer in comm.peers if part.numel()]
@@ -262,6 +264,12 @@ def all_reduce_stages(
     with stream.after_current():
         work = dist.all_reduce(tensor, group=comm.group, async_op=stream.stream is None)
         yield Pending([work] if work is not None else [], [tensor], stream.record())
+    _divide(tensors, divisor)
+
+
+def _divide(tensors: Sequence[torch.Tensor], divisor: float) -> None:
+    if divisor != 1.0:
+        torch._foreach_div_(list(tensors), divisor)
 
 
 def _split_even(tensor: torch.Tensor, num_parts: int) -> Iterator[torch.Tensor]:

@@ -97,7 +97,8 @@ class SchedulerContext:
                 if unit not in self.units:
                     unit.join(self)
                     self.units.append(unit)
-                unit.state.fqn = ", ".join(filter(None, (unit.state.fqn, name if prefix_free else type(module).__name__)))
+                own_name = name if prefix_free else type(module).__name__
+                unit.state.fqn = ", ".join(filter(None, (unit.state.fqn, own_name)))
             self._name_params(module)
         self._refuse_shared_between_units()
         if root.auto_reshard_after_forward:

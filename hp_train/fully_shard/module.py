@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from hp_train.fully_shard.collectives import GroupComm
 from hp_train.fully_shard.hooks import eager_only
-from hp_train.fully_shard.scheduler import HSDPScheduler, _checked_bool
+from hp_train.fully_shard.scheduler import HSDPScheduler
+from hp_train.fully_shard.settings import checked_bool
 
 
 class HSDPModule(FSDPModule):
@@ -142,7 +143,7 @@ class HSDPModule(FSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward ends the step: only then are all reductions waited for."""
-        self.hsdp_scheduler.scheduler_ctx.is_last_backward = _checked_bool("is_last_backward", is_last_backward)
+        self.hsdp_scheduler.scheduler_ctx.is_last_backward = checked_bool("is_last_backward", is_last_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         self.hsdp_scheduler.set_forward_prefetch_cells(cast(list[HSDPModule], modules))
@@ -162,11 +163,11 @@ class HSDPModule(FSDPModule):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted for torch's sake: this engine's reductions are sums always, divided afterwards."""
-        _checked_bool("enable", enable)
+        checked_bool("enable", enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Always on here, at no cost; turning it off is refused."""
-        if not _checked_bool("reduce_scatter_unused_params", reduce_scatter_unused_params):
+        if not checked_bool("reduce_scatter_unused_params", reduce_scatter_unused_params):
             raise ValueError("parameters unused on some ranks always take part in this engine's reductions")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -195,7 +196,7 @@ class HSDPModule(FSDPModule):
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the unit's parameters; an embedding's does not."""
-        self.hsdp_scheduler.unshard_in_backward = _checked_bool("unshard_in_backward", unshard_in_backward)
+        self.hsdp_scheduler.unshard_in_backward = checked_bool("unshard_in_backward", unshard_in_backward)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """`hook(flat)` runs on each reduced buffer before it is divided; a sum over further ranks belongs there."""

@@ -18,7 +18,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from hp_train.fully_shard.placement import DataParallelMesh, ShardCut, cut, shard_spec
 
-
 _original_ids = itertools.count()
 
 

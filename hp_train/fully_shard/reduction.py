@@ -256,14 +256,16 @@ def reduce_replicated(
     everything = [*large_sums, flat]
     if before != 1.0:
         torch._foreach_div_(everything, before)
+    last = len(comms) - 1
     for position, comm in enumerate(comms):
-        yield from all_reduce_stages(comm, stream, everything, bucket.tag + 2 + position)
+        # a hook is promised the undivided sum; without one the division rides along with the last all-reduce
+        divisor = after if position == last and rule.hook is None else 1.0
+        yield from all_reduce_stages(comm, stream, everything, bucket.tag + 2 + position, divisor)
     if rule.hook is not None:
         for tensor in everything:
             rule.hook(tensor)
+            tensor.div_(after)
     used = _used_anywhere(flat[offset:], present)
-    if after != 1.0:
-        torch._foreach_div_(everything, after)
     for param, total, is_used in zip(params, sums, used, strict=True):
         if is_used:
             param.add_sharded_grad(total.to(param.dtype).to(bucket.storage_device))

@@ -1,7 +1,8 @@
 """The order of events of one unit: when it gathers, frees, prefetches and reduces.
 
-Imports torch and this package's context, hooks, state. A unit is one module, or several that are gathered before the
-first runs and freed after the last. Hooks drive it by default; `hold` and `reduce_grad` let a pipeline drive it.
+Imports torch and this package's context, hooks, settings, split_backward, state. A unit is one module, or several that
+are gathered before the first runs and freed after the last. Hooks drive it by default; `hold` and `reduce_grad` let a
+pipeline drive it.
 
     before forward        gather (or wait for the prefetch), prefetch the next unit
     after forward         free, unless the backward that follows keeps it
@@ -18,27 +19,23 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from hp_train.fully_shard.collectives import GroupComm
 from hp_train.fully_shard.context import CommContext, SchedulerContext, logger
 from hp_train.fully_shard.hooks import (
-    accumulates_into,
     call_after_input_grads,
     call_before_output_grads,
     eager_only,
     in_backward,
     map_tensors,
 )
-from hp_train.fully_shard.state import Form, HSDPState, shard_groups_of_size
-
-if TYPE_CHECKING:
-    from hp_train.fully_shard.module import HSDPModule
+from hp_train.fully_shard.settings import UnitSettings
+from hp_train.fully_shard.split_backward import SplitBackward
+from hp_train.fully_shard.state import Form, HSDPState
 
 
 class HSDPSchedulerState(Enum):
@@ -61,22 +58,13 @@ class _Call:
         self.done_in_task = -1  # id of the backward that has passed the call
 
 
-@dataclass(frozen=True, slots=True)
-class _BeforeSplit:
-    """How things stood when a backward that does not reach the unit's parameters came to the unit."""
-
-    was_full: bool
-    grad_marks: list[tuple[int, int] | None]
-
-
-class HSDPScheduler:
+class HSDPScheduler(UnitSettings):
     """Drives one unit.
 
     Attributes:
         modules: the unit's modules. state: its parameters.
         scheduler_state: HSDPSchedulerState, or None before the first forward and after a recovery.
         scheduler_ctx: the SchedulerContext shared by all units under one root.
-        reshard_after_forward: True, False, or the size of the smaller group to reshard to.
         held: gathered by hand and kept until `reshard`.
     """
 
@@ -84,62 +72,17 @@ class HSDPScheduler:
         self, modules: Sequence[nn.Module], state: HSDPState, reshard_after_forward: bool | int | None
     ) -> None:
         self.modules = tuple(modules)
-        self.state = state
+        super().__init__(state, reshard_after_forward)
         self.device = state.dp_mesh.device
         self.scheduler_ctx = SchedulerContext()
         self.scheduler_state: HSDPSchedulerState | None = None
-        self.auto_reshard_after_forward = reshard_after_forward is None
-        self.reshard_after_forward: bool | int = True if reshard_after_forward is None else reshard_after_forward
-        self.reshard_after_backward = True
-        self.requires_grad_sync = True
-        self.requires_all_reduce = True
-        self.unshard_in_backward = True
         self.held = False
-        self._part_comms: dict[int, GroupComm] = {}
-        self._forward_prefetch: list[HSDPScheduler] | None = None
-        self._backward_prefetch: list[HSDPScheduler] | None = None
         self._calls: list[_Call] = []  # forward calls that backward has not passed yet
         self._current_call: _Call | None = None
         self._modules_to_run: set[nn.Module] = set()
         self._awaiting_weight_grads = False
-        self._before_split: _BeforeSplit | None = None
-        if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-            self._set_part_size(reshard_after_forward)
+        self._split = SplitBackward(state)
         self._register_hooks()
-
-    # -- settings -------------------------------------------------------------------------------------------------
-
-    def set_reshard_after_forward(self, value: bool) -> None:
-        self.reshard_after_forward = _checked_bool("reshard_after_forward", value)
-        self.auto_reshard_after_forward = False
-
-    def set_reshard_after_backward(self, value: bool) -> None:
-        self.reshard_after_backward = _checked_bool("reshard_after_backward", value)
-
-    def set_requires_all_reduce(self, value: bool) -> None:
-        self.requires_all_reduce = _checked_bool("requires_all_reduce", value)
-
-    def set_requires_grad_sync(self, value: bool) -> None:
-        """Whether backward reduces gradients; like torch, this sets `requires_all_reduce` along."""
-        self.requires_grad_sync = self.requires_all_reduce = _checked_bool("requires_grad_sync", value)
-
-    def set_forward_prefetch_cells(self, modules: Sequence[HSDPModule]) -> None:
-        """Units to gather right after this one's own in forward, instead of the next of the recorded order."""
-        self._forward_prefetch = _schedulers_of(modules)
-
-    def set_backward_prefetch_cells(self, modules: Sequence[HSDPModule]) -> None:
-        """Units to gather right after this one's own in backward, instead of the one before it in forward."""
-        self._backward_prefetch = _schedulers_of(modules)
-
-    def _set_part_size(self, size: int) -> None:
-        shard = self.state.dp_mesh.shard
-        if shard is None:
-            raise ValueError(f"reshard_after_forward={size} needs a sharded mesh; mode ddp shards nothing")
-        part = shard_groups_of_size(self.state.dp_mesh, size)
-        if size == 1 or size == shard.size:
-            self.reshard_after_forward = size != 1  # a group of one keeps everything, the whole group nothing
-        else:
-            self._part_comms[size] = part
 
     # -- joining a root -------------------------------------------------------------------------------------------
 
@@ -364,7 +307,7 @@ class HSDPScheduler:
             with self._span("pre_backward unshard"):
                 self.state.start_unshard(self.comm.gather_stream)
                 self.state.finish_unshard()
-        self._note_weights_left_out(was_full)
+        self._split.enter(was_full)
         self._prefetch(self._backward_targets(call), "backward prefetch")
 
     def _backward_targets(self, call: _Call) -> list[HSDPScheduler]:
@@ -374,31 +317,6 @@ class HSDPScheduler:
             return []
         return [self.scheduler_ctx.backward_trace[call.position - 1]]
 
-    def _note_weights_left_out(self, was_full: bool) -> None:
-        """Remember the gradients as they are if this backward will not reach the unit's parameters by itself."""
-        params = [param.unsharded for param in self.state.trainable if param.unsharded is not None]
-        left_out = bool(params) and not any(accumulates_into(param) for param in params)
-        self._before_split = _BeforeSplit(was_full, self.state.grad_marks()) if left_out else None
-
-    def _ends_split_backward(self) -> bool:
-        """Whether the backward that ends here computed input gradients only, leaving the weights' to a later one.
-
-        No parameter was in its graph and no gradient came (under reentrant checkpointing they come from a backward
-        inside the backward). The later one still needs the full parameters, and its caller must hold the very
-        Parameters that forward used. torch's own pipeline runtime asks the module for them while the unit is
-        sharded: it would get the wrong ones and silently no gradients, so that is refused.
-        """
-        before, self._before_split = self._before_split, None
-        if before is None or before.grad_marks != self.state.grad_marks():
-            return False
-        if not before.was_full and not self.scheduler_ctx.is_last_backward and not self.requires_grad_sync:
-            raise RuntimeError(
-                f"unit {self.state.fqn or 'root'}: input gradients are computed apart from weight gradients, but the "
-                "unit was resharded after forward, so the caller cannot hold its full parameters; call "
-                "module.unshard(recurse=True, hold=True) before, or use reshard_after_forward=False"
-            )
-        return True
-
     @eager_only
     def _post_backward(self, call: _Call) -> None:
         call.done_in_task = torch._C._current_graph_task_id()
@@ -406,7 +324,7 @@ class HSDPScheduler:
             self._calls.remove(call)
         self.scheduler_ctx.begin_backward()
         self.scheduler_state = HSDPSchedulerState.BACKWARD
-        if self._ends_split_backward():
+        if self._leaves_weights_to_later():
             self._awaiting_weight_grads = True
             return
         # With other calls still to come their gradients may all arrive with the last: an empty reduction would be
@@ -418,6 +336,11 @@ class HSDPScheduler:
                 self.state.reshard()
         else:
             self.state.fold_grads()
+
+    def _leaves_weights_to_later(self) -> bool:
+        return self._split.leave(
+            pipelined=not self.scheduler_ctx.is_last_backward and not self.requires_grad_sync
+        )
 
     @property
     def _frees_after_backward(self) -> bool:
@@ -439,7 +362,7 @@ class HSDPScheduler:
         if self.scheduler_state is HSDPSchedulerState.PRE_BACKWARD or self.state.has_grads():
             # backward left no mark behind because no input required a gradient
             self.scheduler_state = HSDPSchedulerState.BACKWARD
-            self._awaiting_weight_grads = self._ends_split_backward() or self._awaiting_weight_grads
+            self._awaiting_weight_grads = self._leaves_weights_to_later() or self._awaiting_weight_grads
             if self.requires_grad_sync and self.state.trainable and not self._awaiting_weight_grads:
                 self._submit_reductions("post_backward", reshard=self._frees_after_backward)
         if self.scheduler_ctx.is_last_backward:
@@ -482,19 +405,3 @@ class HSDPScheduler:
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _checked_bool(name: str, value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} takes True or False, not {value!r} ({type(value).__name__})")
-    return value
-
-
-def _schedulers_of(modules: Sequence[HSDPModule]) -> list[HSDPScheduler]:
-    schedulers = []
-    for module in modules:
-        scheduler = getattr(module, "hsdp_scheduler", None)
-        if not isinstance(scheduler, HSDPScheduler):
-            raise ValueError(f"prefetch takes modules that fully_shard was applied to, not {type(module).__name__}")
-        schedulers.append(scheduler)
-    return schedulers

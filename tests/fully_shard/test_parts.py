@@ -10,7 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hp_train.fully_shard.hooks import call_after_input_grads, call_before_output_grads, differentiable_tensors, map_tensors
+from hp_train.fully_shard.hooks import (
+    call_after_input_grads,
+    call_before_output_grads,
+    differentiable_tensors,
+    map_tensors,
+)
 from hp_train.fully_shard.placement import cut
 from hp_train.fully_shard.reduction import ReduceRule
 

@@ -1,4 +1,4 @@
-"""How parameters are laid out: dims, uneven and empty shards, dtypes, replicated, ignored, tied, meta, tensor parallel."""
+"""How parameters are laid out: dims, uneven and empty shards, dtypes, replicated, ignored, tied, meta."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def check_options(mesh: DeviceMesh, **options: object) -> Model:
 def defaults(mesh: DeviceMesh) -> None:
     model = check_options(mesh)
     assert all(param.placements == (Shard(0),) for param in model.parameters())
-    assert all(torch.equal(full(param), wanted) for param, wanted in zip(model.parameters(), build().parameters()))
+    pairs = zip(model.parameters(), build().parameters(), strict=True)
+    assert all(torch.equal(full(param), wanted) for param, wanted in pairs)
 
 
 @REGISTRY.case
@@ -236,7 +237,8 @@ def mixed_dtypes_in_one_unit(mesh: DeviceMesh) -> None:
 
 @REGISTRY.case
 def reduce_in_fp16_divides_before_and_after(mesh: DeviceMesh) -> None:
-    model = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    model = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh, mp_policy=policy)
     # the sum of the ranks' gradients overflows fp16 (65504) unless part of the division comes first
     value = {2: 40000.0, 4: 30000.0}[world_size()]
     model(torch.full((1, 4), value)).sum().backward()

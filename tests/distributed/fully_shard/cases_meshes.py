@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from hp_train.fully_shard import MixedPrecisionPolicy, fully_shard
 from tests.distributed.fully_shard.checks import assert_grads, assert_nothing_full, expect_collectives, rank, world_size
-from tests.distributed.fully_shard.models import batch, build, full, full_grads, loss_of, reference_grads, wrap
+from tests.distributed.fully_shard.models import batch, build, full, full_grads, loss_of, wrap
 from tests.distributed.fully_shard.registry import Registry
 
 REGISTRY = Registry()

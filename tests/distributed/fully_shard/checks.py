@@ -27,7 +27,8 @@ def assert_grads(
         grad = grads[name]
         assert (grad is None) == (wanted is None), name
         if wanted is not None and grad is not None:
-            assert (grad - wanted).norm() <= tolerance * wanted.norm() + 1e-9, (name, (grad - wanted).norm(), wanted.norm())
+            error, size = (grad - wanted).norm(), wanted.norm()
+            assert error <= tolerance * size + 1e-9, (name, error, size)
 
 
 def schedulers(model: nn.Module) -> list[HSDPScheduler]:
