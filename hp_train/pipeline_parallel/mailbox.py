@@ -225,12 +225,10 @@ class Inbox:
         return self._layouts_of(micro_index)
 
     def release(self, micro_index: int) -> None:
-        """Give the micro-batch's buffers back, and post the next receive into them where that is allowed."""
+        """Give the micro-batch's buffers back; `post_ahead` may use them."""
         for buffer in self._held.pop(micro_index):
             if buffer is not None:
                 self.pool.give_back(buffer)
-        if self._wires.queues_edges_apart:
-            self.post_ahead()
 
     def abandon(self) -> None:
         self._queue.clear()

@@ -85,7 +85,7 @@ class PipelineRuntime:
         self._records_next, self._num_recorded = False, 0
         self._spans: list[Span] = []
         self._wires: Wires | None = None
-        self._sentinel = Sentinel(global_ranks, self.pp_rank, self._standing)
+        self._sentinel = Sentinel(global_ranks, self.pp_rank, self._standing, self._abort_transfers)
         self._sentinel.compare(sha256((schedule_hash(schedule, transport) + config_digest).encode()).hexdigest())
         self._wires = Wires(
             transport, edges_of(schedule), global_ranks, self.pp_rank, device, timeout_s, self._sentinel.store
@@ -187,6 +187,7 @@ class PipelineRuntime:
             self._interpret(program.steps, run)
             for outbox in self._outboxes.values():
                 outbox.finish()
+            self._wires.drain(lambda: self._sentinel.failure is not None)
         except Exception as error:
             self._fail(error)
         return run.losses
@@ -256,7 +257,12 @@ class PipelineRuntime:
         error.add_note(f"raised on {place}")
         raise error
 
+    def _abort_transfers(self) -> None:
+        if self._wires is not None:
+            self._wires.abort()
+
     def _abandon(self) -> None:
+        self._abort_transfers()
         for box in [*self._inboxes.values(), *self._outboxes.values()]:
             box.abandon()
         for stage in self._stages.values():

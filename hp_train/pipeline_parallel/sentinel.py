@@ -52,10 +52,17 @@ class Standing:
 
 
 class Sentinel:
-    """The board of one pipeline, as one of its ranks sees it."""
+    """The board of one pipeline, as one of its ranks sees it.
 
-    def __init__(self, global_ranks: Sequence[int], pp_rank: int, standing: Callable[[], Standing]) -> None:
+    standing: says where this rank is. on_failure: called by the watching thread when some rank has failed.
+    """
+
+    def __init__(
+        self, global_ranks: Sequence[int], pp_rank: int, standing: Callable[[], Standing],
+        on_failure: Callable[[], None],
+    ) -> None:
         self.failure: dict | None = None
+        self._on_failure = on_failure
         self._pp_rank, self._size, self._standing = pp_rank, len(global_ranks), standing
         store = dist.distributed_c10d._get_default_store()
         # A connection of its own: a thread that waits on the shared one would hold up new_group() in the main thread.
@@ -116,6 +123,7 @@ class Sentinel:
                 if found:
                     self.failure = self.failure or json.loads(self.store.get("failure"))
                     self.tell_standing()
+                    self._on_failure()
                     return
             except (RuntimeError, dist.DistError):
                 return  # the store's host is gone, and the job with it: the main thread sees that for itself

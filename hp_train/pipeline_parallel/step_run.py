@@ -55,6 +55,7 @@ class StepRun:
     loss_grad: Tensor | None
     receives_targets: Inbox | None = None  # on the last stage's rank, if the schedule carries targets
     losses: list[Tensor] = field(default_factory=list)
+    with_free_buffers: list[Inbox] = field(default_factory=list)
     activations: dict[Place, tuple[Any, ...]] = field(default_factory=dict)  # from a stage on this rank
     output_grads: dict[Place, Grads] = field(default_factory=dict)  # from a stage on this rank
     outgoing: dict[tuple[Traffic, int, int], Sequence[Any]] = field(default_factory=dict)
@@ -123,6 +124,7 @@ class StepRun:
             operations = self._operations_of(step)
             if operations:
                 self._book(step, self.wires.submit(operations), operations)
+        self._post_ahead()
 
     def _transfer_together(self, steps: Sequence[MetaStep]) -> None:
         """One group call for all. Only host threads wait for headers here, so no device transfer can hold one up."""
@@ -178,6 +180,7 @@ class StepRun:
         inbox = self.inboxes.get((Traffic.FORWARD, stage_index))
         if inbox is None:
             return self.activations.pop((stage_index, micro_index))
+        self._post_ahead()
         buffers = inbox.take(micro_index)
         layouts = inbox.layouts_received(micro_index)
         return tuple(
@@ -191,6 +194,7 @@ class StepRun:
         inbox = self.inboxes.get((Traffic.BACKWARD, stage_index))
         if inbox is None:
             return self.output_grads.pop((stage_index, micro_index))
+        self._post_ahead()
         return tuple(inbox.take(micro_index))
 
     def _hand_back(self, stage_index: int, micro_index: int, grads: Grads) -> None:
@@ -222,6 +226,14 @@ class StepRun:
         inbox = self.inboxes.get((traffic, stage_index))
         if inbox is not None:
             inbox.release(micro_index)
+            if self.wires.queues_edges_apart:
+                self.with_free_buffers.append(inbox)
+
+    def _post_ahead(self) -> None:
+        """Post receives into buffers that have become free: late enough that no send waits for it, before any wait."""
+        for inbox in self.with_free_buffers:
+            inbox.post_ahead()
+        self.with_free_buffers.clear()
 
 
 def _as_leaf(output: Any) -> Any:

@@ -10,7 +10,7 @@ NCCL ignores tags and matches by order, which the proof has shown to agree.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -102,6 +102,7 @@ class Wires:
         self._timeout = timedelta(seconds=timeout_s)
         self.waiting: tuple[Edge, int] | None = None  # read by another thread, to say where a rank stands
         self.waited_s = 0.0  # in all waits so far
+        self._arrivals: list[tuple[Edge, int, torch.cuda.Event]] = []
         own = [edge for edge in edges if pp_rank in (edge.source_rank, edge.target_rank)]
         self._tags = {edge: 1 + number for number, edge in enumerate(edges)}
         self._groups: dict[Edge, _Group] = {}
@@ -155,14 +156,43 @@ class Wires:
             work.wait()
         self.waited_s += time.perf_counter() - begin_s
         self.waiting = None
+        if not self.is_host:  # there the stream waits; what stands behind the wait tells later whether it ended
+            arrived = torch.cuda.Event()
+            arrived.record()
+            self._arrivals.append((edge, micro_index, arrived))
+
+    def drain(self, has_failed: Callable[[], bool]) -> None:
+        """On a GPU, wait on the host until the device has come past every transfer of the step.
+
+        Without this a hang would show where the loss is read, with nothing to say about it. Raises RuntimeError after the
+        timeout, or when `has_failed()`; `waiting` then names the transfer that the device stands at.
+        """
+        deadline_s = time.monotonic() + self._timeout.total_seconds()
+        for edge, micro_index, arrived in self._arrivals:
+            self.waiting = (edge, micro_index)
+            while not arrived.query():
+                if has_failed():
+                    raise RuntimeError("another rank of the pipeline has failed")
+                if time.monotonic() > deadline_s:
+                    raise RuntimeError(f"timed out after {self._timeout.total_seconds():.0f} s")
+                time.sleep(2e-4)
+        self.waiting = None
+        self._arrivals.clear()
+
+    def abort(self) -> None:
+        """On a GPU, end whatever is under way: streams that wait for a failed peer go on. Any thread may call it."""
+        if not self.is_host:
+            for group in dict.fromkeys(self._groups.values()):
+                group.backend.abort()
 
     def close(self) -> None:
         """Let go of the groups, which closes their connections: peers that wait on them are woken with an error."""
         if not self.is_host:
             for group in dict.fromkeys(self._groups.values()):
-                group.backend.abort()
+                group.backend.shutdown()
         self._groups = {}
         self._header_group = None
+        self._arrivals.clear()
 
     def _start(self, is_send: bool, tensor: Tensor, edge: Edge, group: _Group, offset: int = 0) -> dist.Work:
         start = group.backend.send if is_send else group.backend.recv
