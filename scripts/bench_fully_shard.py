@@ -105,7 +105,7 @@ class Run:
         self.model = build_model(args.small_params)
         if mesh is not None:
             wrap(self.model, engine, args.mode, mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=args.fused or None)
         generator = torch.Generator().manual_seed(dist.get_rank())
         if args.small_params:
             self.inputs = torch.randn(4, 64, generator=generator)
@@ -260,6 +260,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=sorted(MESHES), default="fsdp")
     parser.add_argument("--tokens", type=int, default=128, help="tokens a rank and step")
     parser.add_argument("--small-params", type=int, default=0, help="N small parameters a unit instead of the Llama")
+    parser.add_argument("--fused", action="store_true", help="fused AdamW, which needs no temporaries of its own")
     parser.add_argument("--asynchronous", action="store_true", help="also FSDP2 with async unshard and prefetch")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="timed steps a turn")

@@ -263,7 +263,8 @@ def all_reduce_stages(
     (tensor,) = tensors
     with stream.after_current():
         work = dist.all_reduce(tensor, group=comm.group, async_op=stream.stream is None)
-        yield Pending([work] if work is not None else [], [tensor], stream.record())
+        pending = Pending([work] if work is not None else [], [tensor], stream.record())
+    yield pending  # outside the block: the stream must not stay current while the caller goes on
     _divide(tensors, divisor)
 
 

@@ -154,11 +154,16 @@ def make_machine(mesh: DeviceMesh, mode: str) -> type[RuleBasedStateMachine]:
             schedulers(self.model)[unit].modules[0].reshard()
             self.held.discard(unit)
 
+        @rule(set_to_none=st.booleans())
+        def zero_grad(self, set_to_none: bool) -> None:
+            self.model.zero_grad(set_to_none)
+            self.reduced = {} if set_to_none else {name: 0 * grad for name, grad in self.reduced.items()}
+            self.waiting = {}
+
         @precondition(lambda self: not self.losses and self.reduced)
         @rule()
         def optimizer_step(self) -> None:
-            parameters = [param for scheduler in schedulers(self.model) for p in scheduler.state.params
-                          for param in (p.sharded,)]
+            parameters = [param.sharded for scheduler in schedulers(self.model) for param in scheduler.state.params]
             torch.optim.SGD(parameters, lr=LR).step()
             with torch.no_grad():
                 for name, param in self.reference.named_parameters():
@@ -187,7 +192,9 @@ def make_machine(mesh: DeviceMesh, mode: str) -> type[RuleBasedStateMachine]:
             assert_nothing_full(self.model)
             self.model.set_requires_gradient_sync(True)
             self.model.set_reshard_after_backward(True)
-            self.model.zero_grad()
+            for scheduler in schedulers(self.model):
+                for param in scheduler.state.params:
+                    param.sharded.grad = None
             loss_of(self.model, batch(1, rank, vocab=11)).backward()  # with it, what was waiting
             torch.stack([loss_of(self.reference, batch(1, r, vocab=11)) for r in range(world_size)]).mean().backward()
             assert_grads(self.model, add_grads(self.reference, self.waiting), tolerance=1e-4)
