@@ -13,9 +13,9 @@ below that where torch leaves waiting exposed (gpipe: at most 0.92). No engine c
 floor that is printed beside. Memory: torch keeps m receive buffers a stage and direction for good, a proven schedule
 needs its peak in flight, so the peak at m = 32 should be lower by at least the difference.
 
-Two processes, one thread each. Engines take turns step by step, A B A B, in the same processes; a step's time is that of
-the slower rank, a ratio the median of the ratios of neighbouring steps. The ratio of the best steps says what a busy
-machine hides.
+Two processes, one thread each. Engines take turns step by step, A B A B, in the same processes; a step's time is that
+of the slower rank, a ratio the median of the ratios of neighbouring steps. The ratio of the best steps says what a
+busy machine hides.
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ def bench_time(rank: int, dim: int, name: str, bound: float, num_microbatches: i
     ours.close()
     return {
         "dim": dim, "schedule": name, "m": num_microbatches, "transport": transport,
-        "ours_ms": 1e3 * statistics.median(a for a, _ in turns), "torch_ms": 1e3 * statistics.median(b for _, b in turns),
+        "ours_ms": 1e3 * statistics.median(a for a, _ in turns),
+        "torch_ms": 1e3 * statistics.median(b for _, b in turns),
         "ratio": statistics.median(a / b for a, b in turns), "bound": bound, "floor_ms": 1e3 * floor,
         "best_ratio": min(a for a, _ in turns) / min(b for _, b in turns),
     }  # fmt: skip
@@ -264,7 +265,9 @@ def measure_overhead() -> float:
 
     schedule = lower(build_schedule("interleaved_1f1b", 1, 64, 4), "plain")
     stages = [Nothing(stage, 4) for stage in range(4)]
-    runtime = PipelineRuntime(stages, schedule, "plain", dist.new_group([dist.get_rank()], use_local_synchronization=True), CPU)
+    runtime = PipelineRuntime(
+        stages, schedule, "plain", dist.new_group([dist.get_rank()], use_local_synchronization=True), CPU
+    )
     inputs = [StageInputs((torch.zeros(1),), {}, None)] * 64
     times = []
     for _ in range(30):

@@ -1,4 +1,4 @@
-"""Backward in two halves: first the gradient of the inputs, which the previous stage waits for, later that of the weights.
+"""Backward in two halves: first the input gradient, which the previous stage waits for, later that of the weights.
 
 Imports torch only. Zero-bubble schedules (Qi et al. 2023, 2401.10241) fill bubbles with the second half. Both halves
 walk the one autograd graph of the forward. The graph's nodes split in two: those on a way to an input, and the rest.
@@ -6,8 +6,8 @@ A node on the way whose other edges lead to parameters is a *frontier* node: the
 arrives at it, the second half starts from there and computes only what leads to parameters. The same kernels run on
 the same numbers in the same order as in an undivided backward, so the gradients are bitwise equal; parameters are
 accumulated by the engine itself, so their hooks fire, once. (A hook on an activation that is the direct result of an
-operation with a weight runs in both halves; what it returns counts once.) Parameters are found in the graph, not in the module: a
-sharded module shows other tensors by the time the second half runs.
+operation with a weight runs in both halves; what it returns counts once.) Parameters are found in the graph, not in
+the module: a sharded module shows other tensors by the time the second half runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-
 
 Grads = tuple[Tensor | None, ...]
 

@@ -46,9 +46,11 @@ class BufferPool:
 
     @property
     def num_free(self) -> int:
+        """Buffers that wait for use; between steps, all there are."""
         return sum(map(len, self._free.values()))
 
     def has_free(self, layout: TensorLayout) -> bool:
+        """Whether `take` would reuse one."""
         return bool(self._free.get((layout.shape, layout.dtype)))
 
     def take(self, layout: TensorLayout) -> Tensor:
@@ -87,6 +89,7 @@ class Outbox:
         self._announced: tuple[tuple[TensorLayout, ...], bool] | None = None
 
     def begin_step(self) -> None:
+        """Start a pass: its first values are announced anew."""
         self._announced = None
 
     def prepare(self, values: Sequence[object], uniform: bool, what: str) -> list[Operation]:
@@ -119,6 +122,7 @@ class Outbox:
             self._finish_oldest()
 
     def abandon(self) -> None:
+        """Forget everything under way, after a failure: what still refers to a group keeps its connections open."""
         self._open.clear()
 
     def _finish_oldest(self) -> None:
@@ -222,6 +226,7 @@ class Inbox:
         return buffers
 
     def layouts_received(self, micro_index: int) -> tuple[TensorLayout, ...]:
+        """Layouts of a micro-batch that has been posted."""
         return self._layouts_of(micro_index)
 
     def release(self, micro_index: int) -> None:
@@ -231,6 +236,7 @@ class Inbox:
                 self.pool.give_back(buffer)
 
     def abandon(self) -> None:
+        """Forget everything under way, after a failure: what still refers to a group keeps its connections open."""
         self._queue.clear()
         self._posted.clear()
         self._held.clear()

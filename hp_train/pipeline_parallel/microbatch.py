@@ -52,6 +52,10 @@ class BatchDimSpec:
         return {name: BatchDimSpec(dim) for name, dim in batch_dims.items()}
 
 
+ROWS = BatchDimSpec(0)
+"""Samples along the first dimension, what nearly all tensors have."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageInputs:
     """What one micro-batch brings from outside the pipeline.
@@ -72,9 +76,9 @@ def split_inputs(
     targets: Any = None,
     *,
     num_microbatches: int,
-    args_spec: Any = BatchDimSpec(0),
-    kwargs_spec: Any = BatchDimSpec(0),
-    targets_spec: Any = BatchDimSpec(0),
+    args_spec: Any = ROWS,
+    kwargs_spec: Any = ROWS,
+    targets_spec: Any = ROWS,
 ) -> list[StageInputs]:
     """Cut a batch into `num_microbatches` parts.
 
@@ -91,7 +95,7 @@ def split_inputs(
     return [StageInputs(*parts) for parts in zip(cut_args, cut_kwargs, cut_targets, strict=True)]
 
 
-def merge_outputs(outputs: Sequence[Any], spec: Any = BatchDimSpec(0)) -> Any:
+def merge_outputs(outputs: Sequence[Any], spec: Any = ROWS) -> Any:
     """Join the outputs of all micro-batches, the inverse of the cut.
 
     A tensor without dimensions is summed (losses are sums); a value under a None spec must be the same everywhere and

@@ -96,9 +96,7 @@ class PipelineRuntime:
             if edge.target_rank == self.pp_rank
         }
         self._outboxes = {
-            (edge.traffic, edge.source_stage): Outbox(
-                edge, self._wires, limits_open_sends=transport != "multi_stream"
-            )
+            (edge.traffic, edge.source_stage): Outbox(edge, self._wires, limits_open_sends=transport != "multi_stream")
             for edge in edges_of(schedule)
             if edge.source_rank == self.pp_rank
         }
@@ -119,8 +117,9 @@ class PipelineRuntime:
     def step(self, micro_batches: Sequence[StageInputs | None], loss_scale: float | Tensor = 1.0) -> Tensor | None:
         """Run one training step: accumulate the gradients of `loss_scale` times the summed loss.
 
-        micro_batches: at most as many as the schedule has; fewer run its shortened form. Under a schedule with DATA steps
-            only the rank of the first stage needs the inputs, and reads each when its DATA_LOAD comes; others give None.
+        micro_batches: at most as many as the schedule has; fewer run its shortened form. Under a schedule with DATA
+            steps only the rank of the first stage needs the inputs, and reads each when its DATA_LOAD comes; others
+            give None.
         Returns the loss sum (float64 scalar, detached) on the rank of the last stage, None elsewhere.
         Raises what a stage raises; PipelineError with the first cause on all other ranks; PipelineHang after a timeout.
         """
@@ -140,7 +139,7 @@ class PipelineRuntime:
         return self._sum(losses)
 
     def evaluate(self, micro_batches: Sequence[StageInputs | None]) -> Tensor | None:
-        """Return the loss sum over any number of micro-batches without gradients; None except on the last stage's rank."""
+        """Return the loss sum over any number of micro-batches, without gradients; None where another rank makes it."""
         losses: list[Tensor] = []
         size = self.schedule.num_microbatches
         with torch.no_grad():
@@ -167,9 +166,7 @@ class PipelineRuntime:
         self._sentinel.close()
         self._wires.close()
 
-    def _run(
-        self, source: Sequence[StageInputs | None], is_training: bool, grad: Tensor | None = None
-    ) -> list[Tensor]:
+    def _run(self, source: Sequence[StageInputs | None], is_training: bool, grad: Tensor | None = None) -> list[Tensor]:
         program = self._program(is_training, len(source))
         if self._loads:
             micro_batches = [_NOTHING] * len(source)
@@ -307,7 +304,9 @@ def _shortened(step: MetaStep, is_training: bool, num_microbatches: int) -> list
 
 def _have_same_shapes(micro_batches: Sequence[StageInputs | None]) -> bool:
     """Whether all inputs from outside agree in shape and type from micro-batch to micro-batch."""
-    shapes = [_shapes_of((batch.args, dict(batch.kwargs), batch.targets)) for batch in micro_batches if batch is not None]
+    shapes = [
+        _shapes_of((batch.args, dict(batch.kwargs), batch.targets)) for batch in micro_batches if batch is not None
+    ]
     return all(each == shapes[0] for each in shapes[1:])
 
 

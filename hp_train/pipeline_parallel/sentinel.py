@@ -58,7 +58,10 @@ class Sentinel:
     """
 
     def __init__(
-        self, global_ranks: Sequence[int], pp_rank: int, standing: Callable[[], Standing],
+        self,
+        global_ranks: Sequence[int],
+        pp_rank: int,
+        standing: Callable[[], Standing],
         on_failure: Callable[[], None],
     ) -> None:
         self.failure: dict | None = None
@@ -79,7 +82,9 @@ class Sentinel:
         digests = [self.store.get(key).decode() for key in keys]
         if len(set(digests)) > 1:
             shown = ", ".join(f"rank {rank} {each[:12]}" for rank, each in enumerate(digests))
-            raise ConfigError(f"pipeline ranks run different schedules or transports: {shown}; start all from one config")
+            raise ConfigError(
+                f"pipeline ranks run different schedules or transports: {shown}; start all from one config"
+            )
 
     def post(self, kind: str, cause: str) -> None:
         """Post a failure; the first one stays."""
@@ -113,6 +118,7 @@ class Sentinel:
         return "\n".join([*lines, _disagreement(standings)])
 
     def close(self) -> None:
+        """Stop watching."""
         self._stop.set()
         self._thread.join(timeout=5)
 

@@ -193,7 +193,9 @@ class ModuleStage:
         self._units.recover()
 
 
-def _with_gradient(roots: Sequence[GradientEdge | None], grads: Grads) -> tuple[list[GradientEdge], list[Tensor | None]]:
+def _with_gradient(
+    roots: Sequence[GradientEdge | None], grads: Grads
+) -> tuple[list[GradientEdge], list[Tensor | None]]:
     """The roots from which backward starts: outputs that have a graph and received a gradient."""
     assert len(roots) == len(grads), f"{len(grads)} gradients for {len(roots)} outputs"
     chosen = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root is not None and grad is not None]

@@ -136,7 +136,7 @@ class StepRun:
                 self._book(step, works, operations)
 
     def _operations_of(self, step: MetaStep) -> list[Operation]:
-        """What a send or receive puts on the wires; nothing for a receive that is posted already, or only at its use."""
+        """What a send or receive puts on the wires: nothing for a receive that is posted already, or only at its use."""
         key = (TRAFFIC_OF[step.meta_type], step.stage_index)
         if step.meta_type in SEND_TYPES:
             values = self.outgoing.pop((*key, step.micro_index))
@@ -278,7 +278,9 @@ DEFAULT_HANDLERS: dict[MetaStepType, Handler] = {
     _T.FSDP_UNSHARD: lambda run, step: run.stages[step.stage_index].unshard(),
     _T.FSDP_RESHARD: lambda run, step: run.stages[step.stage_index].reshard(),
     _T.FSDP_REDUCE_GRAD: lambda run, step: run.stages[step.stage_index].reduce_grad(),
-    _T.SWAP_LAUNCH_OFFLOAD: lambda run, step: run.stages[step.stage_index].swap_space().launch_offload(step.micro_index),
+    _T.SWAP_LAUNCH_OFFLOAD: lambda run, step: (
+        run.stages[step.stage_index].swap_space().launch_offload(step.micro_index)
+    ),
     _T.SWAP_WAIT_OFFLOAD: lambda run, step: run.stages[step.stage_index].swap_space().wait_offload(step.micro_index),
     _T.SWAP_LAUNCH_LOAD: lambda run, step: run.stages[step.stage_index].swap_space().launch_load(step.micro_index),
     _T.SWAP_WAIT_LOAD: lambda run, step: run.stages[step.stage_index].swap_space().wait_load(step.micro_index),

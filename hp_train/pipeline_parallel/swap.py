@@ -136,6 +136,7 @@ class SwapSpace:
                 self.live_bytes -= block.device_bytes.numel()
 
     def forget_all(self) -> None:
+        """The same for every micro-batch, after a failure."""
         for micro_index in list(self._micro_batches):
             self.forget(micro_index)
 

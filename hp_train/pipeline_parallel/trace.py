@@ -109,7 +109,7 @@ def largest_gaps(timeline: Timeline, count: int = 3) -> list[Gap]:
 
 
 def planned_timeline(schedule: Schedule, measured: Timeline) -> Timeline:
-    """The schedule simulated with what its steps really took, averaged by type and stage: what waiting should have been."""
+    """The schedule simulated with what its steps really took on average: the waiting that it should have had."""
     return simulate(schedule, measured_costs(measured, schedule.num_stages))
 
 
@@ -136,7 +136,7 @@ def measured_costs(timeline: Timeline, num_stages: int) -> Costs:
 
 
 def write_perfetto(timelines: Mapping[str, Timeline], path: Path) -> None:
-    """Write timelines as a trace for ui.perfetto.dev: one process a timeline, one thread a rank, times in microseconds."""
+    """Write timelines as a trace for ui.perfetto.dev: a process per timeline, a thread per rank, microseconds."""
     events: list[dict] = []
     for process, (name, timeline) in enumerate(timelines.items()):
         events.append({"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}})

@@ -164,8 +164,8 @@ class Wires:
     def drain(self, has_failed: Callable[[], bool]) -> None:
         """On a GPU, wait on the host until the device has come past every transfer of the step.
 
-        Without this a hang would show where the loss is read, with nothing to say about it. Raises RuntimeError after the
-        timeout, or when `has_failed()`; `waiting` then names the transfer that the device stands at.
+        Without this a hang would show where the loss is read, with nothing to say about it. Raises RuntimeError after
+        the timeout, or when `has_failed()`; `waiting` then names the transfer that the device stands at.
         """
         deadline_s = time.monotonic() + self._timeout.total_seconds()
         for edge, micro_index, arrived in self._arrivals:
@@ -209,11 +209,11 @@ class Wires:
         else:
             self._groups = dict.fromkeys(own, self._make_group(store, "edges", everyone))
         shares_headers = self.is_host and self._transport != "multi_stream"
-        self._header_group = self._groups[own[0]] if shares_headers else self._make_group(store, "headers", everyone, True)
+        self._header_group = (
+            self._groups[own[0]] if shares_headers else self._make_group(store, "headers", everyone, True)
+        )
 
-    def _make_group(
-        self, store: dist.Store, name: str, pp_ranks: tuple[int, ...], on_host: bool = False
-    ) -> _Group:
+    def _make_group(self, store: dist.Store, name: str, pp_ranks: tuple[int, ...], on_host: bool = False) -> _Group:
         # Not new_group(): all processes of the job would have to make every pipeline's groups, or, synchronising
         # locally, members would have to have made the same number of groups before; and a name could come back.
         store = dist.PrefixStore(name, store)

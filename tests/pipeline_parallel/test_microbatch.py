@@ -38,7 +38,9 @@ def test_cut_and_join_are_inverse() -> None:
         kwargs_spec={"mask": BatchDimSpec(1)},
     )  # fmt: skip
     assert [len(part.args[0]) for part in parts] == [3, 2, 2]  # rows need not divide
-    assert all(part.args[1] == 3 and part.kwargs["scale"].shape == (1, 5) and part.kwargs["none"] is None for part in parts)
+    assert all(
+        part.args[1] == 3 and part.kwargs["scale"].shape == (1, 5) and part.kwargs["none"] is None for part in parts
+    )
     assert torch.equal(merge_outputs([part.args[0] for part in parts]), x)
     assert torch.equal(merge_outputs([part.kwargs["mask"] for part in parts], BatchDimSpec(1)), mask)
     assert torch.equal(merge_outputs([part.targets for part in parts]), y)

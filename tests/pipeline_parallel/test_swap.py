@@ -70,7 +70,7 @@ def test_live_bytes_follow_the_steps() -> None:
         sizes.append(space.live_bytes)
     one = sizes[1]
     assert sizes == [0, one, 2 * one] and one > 0
-    # Two blocks: normalised input, two statistics, both halves of the wide one in one storage, silu, gate, sigmoid, cat.
+    # Two blocks: normalised input, two statistics, the wide one once, silu, gate, sigmoid, cat.
     floats = 2 * (32 + 4 + 4 + 64 + 32 + 32 + 32 + 32 + 64)
     assert one <= 4 * floats
     space.launch_offload(0)

@@ -45,7 +45,9 @@ def inputs(num: int) -> list[StageInputs]:
 
 def runtime_of(rank: int, world_size: int, module: nn.Module, transport: str, **options) -> PipelineRuntime:
     schedule = lower(build_schedule("1f1b", world_size, 6), transport)
-    return PipelineRuntime([ModuleStage(module, rank, world_size)], schedule, transport, dist.group.WORLD, CPU, **options)
+    return PipelineRuntime(
+        [ModuleStage(module, rank, world_size)], schedule, transport, dist.group.WORLD, CPU, **options
+    )
 
 
 def outcome_of(runtime: PipelineRuntime, num: int = 6) -> tuple[str, str, float]:
@@ -74,7 +76,9 @@ def _failing(rank: int, world_size: int) -> list[tuple[str, str, float]]:
 
 def test_the_first_cause_reaches_every_rank() -> None:
     results = run_ranks(3, _failing)
-    for index, (culprit, step, text) in enumerate([(1, "1F2", "no such token"), (2, "2B1", "bad gradient"), (0, "0F0", "no such token")]):
+    for index, (culprit, step, text) in enumerate(
+        [(1, "1F2", "no such token"), (2, "2B1", "bad gradient"), (0, "0F0", "no such token")]
+    ):
         for rank in range(3):
             name, message, seconds = results[rank][index]
             assert name == ("ValueError" if rank == culprit else "PipelineError"), (rank, name, message)
@@ -161,7 +165,8 @@ def test_outputs_that_can_not_cross_are_refused_by_name() -> None:
     for messages in run_ranks(2, _refused):
         expected = (
             "output 0 of stage 0 is dict", "output 1 of stage 0 is NoneType", "output 1 of stage 0 is int",
-            "output 0 of stage 0 has 9 dimensions", "float32[2, 2] after float32[2, 4]", "float32[3, 4] after float32[2, 4]",
+            "output 0 of stage 0 has 9 dimensions", "float32[2, 2] after float32[2, 4]",
+            "float32[3, 4] after float32[2, 4]",
         )  # fmt: skip
         for message, text in zip(messages, expected, strict=True):
             assert text in message, message

@@ -1,8 +1,9 @@
-"""What the interpreter does besides gradients: evaluation, short batches, buffers, edges without gradient, handlers, traces."""
+"""What the interpreter does besides gradients: evaluation, short batches, buffers, edges, handlers, traces."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -29,7 +30,16 @@ class Stage(nn.Module):
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.grad_modes: list[bool] = []
 
-    def forward(self, hidden: Tensor, mask: Tensor | None = None, count: Tensor | None = None, scale: Tensor | None = None, *, shift: Tensor, targets: Tensor | None = None):
+    def forward(
+        self,
+        hidden: Tensor,
+        mask: Tensor | None = None,
+        count: Tensor | None = None,
+        scale: Tensor | None = None,
+        *,
+        shift: Tensor,
+        targets: Tensor | None = None,
+    ):
         self.grad_modes.append(torch.is_grad_enabled())
         if self.keeps_inputs:
             self.kept.append((hidden, hidden.detach().clone()))
@@ -97,7 +107,9 @@ def tuples_cross_and_gradients_are_right(rank: int, world_size: int) -> None:
                 torch.testing.assert_close(loss.float(), expected.detach(), rtol=1e-6, atol=0)
             for index, module in modules.items():
                 for own, single in zip(module.parameters(), whole[index].parameters(), strict=True):
-                    torch.testing.assert_close(own.grad, single.grad, rtol=1e-5, atol=1e-6 * single.grad.abs().max().item())
+                    torch.testing.assert_close(
+                        own.grad, single.grad, rtol=1e-5, atol=1e-6 * single.grad.abs().max().item()
+                    )
         runtime.close()
 
 
@@ -155,7 +167,9 @@ def edges_say_who_sends_and_what_returns(rank: int, world_size: int) -> None:
     if rank == 0:
         hidden, mask, count, scale = runtime.recv_infos(Traffic.BACKWARD, 0)
         assert [info.requires_grad for info in (hidden, mask, count, scale)] == [True, False, False, True]
-        assert mask.buffer is None and count.buffer is None and hidden.buffer.shape == (3, 4) and scale.buffer.shape == ()
+        assert (
+            mask.buffer is None and count.buffer is None and hidden.buffer.shape == (3, 4) and scale.buffer.shape == ()
+        )
         assert hidden.peer_global_rank == 1
     else:
         hidden, mask, count, scale = runtime.recv_infos(Traffic.FORWARD, 1)
@@ -203,6 +217,44 @@ def a_step_can_be_recorded(rank: int, world_size: int, folder: Path) -> None:
         assert names == {"measured", "planned"}
         assert sum(event["ph"] == "X" and event["pid"] == 0 for event in events) == sum(map(len, timeline.spans))
     runtime.close()
+
+
+class Nothing:
+    """A stage that computes nothing: what remains is the interpreter."""
+
+    def __init__(self, stage_index: int, num_stages: int) -> None:
+        self.stage_index, self.num_stages = stage_index, num_stages
+        self.output = (torch.zeros(1, requires_grad=True),)
+
+    def forward(self, micro_index, inputs, kwargs, targets):
+        return self.output
+
+    def backward(self, micro_index, output_grads):
+        return output_grads
+
+    def begin_step(self, swapped) -> None: ...
+
+    def reduce_grad(self) -> None: ...
+
+    def reshard(self) -> None: ...
+
+
+def _overhead(rank: int, world_size: int) -> float:
+    schedule = lower(build_schedule("interleaved_1f1b", 1, 64, 4), "plain")
+    runtime = PipelineRuntime([Nothing(stage, 4) for stage in range(4)], schedule, "plain", dist.group.WORLD, CPU)
+    inputs, times = [StageInputs((torch.zeros(1),), {}, None)] * 64, []
+    for _ in range(30):
+        begin = time.perf_counter()
+        runtime.step(inputs)
+        times.append((time.perf_counter() - begin) / len(schedule.orders[0]))
+    runtime.close()
+    return min(times)
+
+
+def test_the_interpreter_takes_less_than_40_microseconds_a_step() -> None:
+    """The best of many passes: a busy machine must not decide."""
+    (seconds,) = run_ranks(1, _overhead)
+    assert seconds < 40e-6, seconds
 
 
 def test_the_runtime_on_two_processes(tmp_path: Path) -> None:

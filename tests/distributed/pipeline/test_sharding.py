@@ -1,4 +1,4 @@
-"""Sharding inside stages: how many collectives a step takes, and sums of bf16 gradients in fp32, halved backward or not."""
+"""Sharding inside stages: how many collectives a step takes, and bf16 gradients summed in fp32."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class Pipeline:
         for module in self.modules.values():
             for part in (*module.blocks.values(), module):
                 shard(part, mesh["dp"])
-                self.num_units += bool(part is not module or [n for n, _ in module.named_parameters() if "layers" not in n])
+                self.num_units += bool(
+                    part is not module or [n for n, _ in module.named_parameters() if "layers" not in n]
+                )
         stages = [ModuleStage(module, stage, schedule.num_stages) for stage, module in self.modules.items()]
         self.runtime = PipelineRuntime(stages, schedule, "plain", mesh["pp"].get_group(), CPU)
 
@@ -65,7 +67,9 @@ def _count(rank: int, world_size: int) -> list[tuple[Case, int, int, int]]:
     for name, stages_per_rank in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zbv", 2)):
         for reshard, lowering in ((True, ()), (False, ()), (True, (("fsdp", 2),))):
             case = Case(name, 2, 4, stages_per_rank, reshard_after_forward=reshard, lowering=lowering)
-            pipeline = Pipeline(case, lambda part, mesh, r=reshard: fully_shard(part, mesh=mesh, reshard_after_forward=r))
+            pipeline = Pipeline(
+                case, lambda part, mesh, r=reshard: fully_shard(part, mesh=mesh, reshard_after_forward=r)
+            )
             pipeline.step()
             with CollectiveCounter() as counter:
                 pipeline.step()
@@ -80,7 +84,11 @@ def test_collectives_of_a_step() -> None:
         for case, units, gathers, reductions in counts:
             assert reductions == units, (case, units, reductions)
             if case.reshard_after_forward and not case.lowering:
-                most = units * (case.num_microbatches + 1) if case.schedule != "zbv" else units * (2 * case.num_microbatches)
+                most = (
+                    units * (case.num_microbatches + 1)
+                    if case.schedule != "zbv"
+                    else units * (2 * case.num_microbatches)
+                )
                 assert units < gathers <= most, (case, units, gathers)
             else:
                 assert gathers == units, (case, units, gathers)
@@ -89,8 +97,16 @@ def test_collectives_of_a_step() -> None:
 def _sum_in_fp32(rank: int, world_size: int) -> list[str]:
     wrong = []
     for label, shard, reshards in (
-        ("torch", lambda part, mesh, r: fully_shard(part, mesh=mesh, reshard_after_forward=r, mp_policy=BF16), (True, False)),
-        ("ours", lambda part, mesh, r: our_fully_shard(part, mesh=mesh, reshard_after_forward=r, mp_policy=BF16), (True, False)),
+        (
+            "torch",
+            lambda part, mesh, r: fully_shard(part, mesh=mesh, reshard_after_forward=r, mp_policy=BF16),
+            (True, False),
+        ),
+        (
+            "ours",
+            lambda part, mesh, r: our_fully_shard(part, mesh=mesh, reshard_after_forward=r, mp_policy=BF16),
+            (True, False),
+        ),
         ("replicate", lambda part, mesh, r: replicate(part, mesh=mesh, mp_policy=BF16), (False,)),
     ):
         expected = None
