@@ -79,6 +79,7 @@ class ShardedBucket:
         self.shard_buffer: torch.Tensor = cast(torch.Tensor, None)
         self.slots: list[Slot] = []
         self._full_buffer: torch.Tensor | None = None
+        self._packed_blocks: list[torch.Tensor] = []  # [num ranks, piece] in the full buffer, of packed dim-0 cuts
         self._staging: torch.Tensor | None = None
         self._pending: Pending | None = None
         self._take_initial_values()
@@ -108,7 +109,7 @@ class ShardedBucket:
         if all(self._is_home(param, offset) for param, offset in self._offsets()):
             return
         self._bind([param.local for param in self.params])
-        self._full_buffer, self.slots = None, []
+        self._full_buffer, self.slots, self._packed_blocks = None, [], []
         for param in self.params:
             param.unsharded = None
 
@@ -157,6 +158,10 @@ class ShardedBucket:
                 self.slots.append(Slot(param, self._direct[param], shard_offset, full_offset, rows, full))
                 param.bind_unsharded(_view(self._full_buffer, full_offset, param.cut.size))
                 full_offset += _aligned(param.cut.padded_numel * self.comm.size)
+            self._packed_blocks = [
+                _view(self._full_buffer, slot.full_offset, (self.comm.size, slot.numel))
+                for slot in self.packed if slot.param.cut.dim == 0
+            ]
             storage.resize_(0)
 
     @property
@@ -213,18 +218,13 @@ class ShardedBucket:
 
     def _copy_out(self, staging: torch.Tensor) -> None:
         """Copy packed rows [num ranks, packed numel] to their parameters' final places."""
-        size, packed = self.comm.size, self.packed
+        packed = self.packed
         pieces = staging.split([slot.numel for slot in packed], dim=1)
-        targets, sources = [], []
-        for slot, piece in zip(packed, pieces, strict=True):
-            cut = slot.param.cut
-            if cut.dim == 0:
-                targets.append(torch.as_strided(slot.rows[0], (size, slot.numel), (slot.numel, 1)))
-                sources.append(piece)
-                continue
-            for rank in range(size):
-                target = slot.full.narrow(cast(int, cut.dim), cut.start(rank), cut.lengths[rank])
-                targets.append(target)
+        targets, sources = list(self._packed_blocks), list(pieces[: len(self._packed_blocks)])
+        for slot, piece in zip(packed[len(targets) :], pieces[len(targets) :], strict=True):
+            cut = slot.param.cut  # along another dim: each rank's piece is a stripe of the full parameter
+            for rank in range(self.comm.size):
+                targets.append(slot.full.narrow(cast(int, cut.dim), cut.start(rank), cut.lengths[rank]))
                 sources.append(piece[rank, : cut.numel(rank)].view(cut.sizes(rank)))
         torch._foreach_copy_(targets, sources)
 

@@ -88,18 +88,15 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class ShardCut:
-    """How one local tensor is cut: along `dim`, `lengths[r]` rows to shard rank r, `chunk` the longest of them.
+    """How one local tensor is cut: along `dim`, `lengths[r]` rows to shard rank r, the first piece a longest one.
 
-    `dim` None means every rank keeps the whole tensor.
+    `numels[r]` counts the elements of rank r's piece. `dim` None means every rank keeps the whole tensor.
     """
 
     dim: int | None
     size: torch.Size
     lengths: tuple[int, ...]
-
-    @property
-    def chunk(self) -> int:
-        return self.lengths[0]
+    numels: tuple[int, ...]
 
     def sizes(self, rank: int) -> torch.Size:
         """Shape of the piece that `rank` holds."""
@@ -111,22 +108,23 @@ class ShardCut:
         return sum(self.lengths[:rank])
 
     def numel(self, rank: int) -> int:
-        return self.sizes(rank).numel()
+        return self.numels[rank]
 
     @property
     def padded_numel(self) -> int:
         """Elements of the longest piece: what every rank's slot in a flat buffer takes."""
-        return self.numel(0)
+        return self.numels[0]
 
 
 def cut(size: torch.Size, dim: int | None, num_shards: int) -> ShardCut:
     """Cut `size` along `dim` as `torch.chunk` does: pieces of ceil(n / num_shards), the last ones short or empty."""
     if dim is None:
-        return ShardCut(None, size, (0,))
+        return ShardCut(None, size, (0,), (size.numel(),))
     total = size[dim]
     chunk = -(-total // num_shards)
     lengths = tuple(max(0, min(chunk, total - rank * chunk)) for rank in range(num_shards))
-    return ShardCut(dim, size, lengths)
+    row = torch.Size((*size[:dim], *size[dim + 1 :])).numel()
+    return ShardCut(dim, size, lengths, tuple(length * row for length in lengths))
 
 
 def shard_spec(param: torch.Tensor, dp_mesh: DataParallelMesh, dim: int | None) -> DTensorSpec:

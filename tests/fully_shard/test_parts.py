@@ -27,8 +27,8 @@ def test_cut_is_torch_chunk(size: list[int], num_shards: int, data: st.DataObjec
     chunks = torch.empty(size).chunk(num_shards, dim)
     expected = [chunk.size(dim) for chunk in chunks] + [0] * (num_shards - len(chunks))
     assert list(pieces.lengths) == expected
-    assert sum(pieces.lengths) == size[dim] and pieces.chunk == max(pieces.lengths)
-    assert all(pieces.numel(rank) <= pieces.padded_numel for rank in range(num_shards))
+    assert sum(pieces.lengths) == size[dim] and pieces.lengths[0] == max(pieces.lengths)
+    assert all(pieces.numel(rank) == pieces.sizes(rank).numel() <= pieces.padded_numel for rank in range(num_shards))
 
 
 @given(st.integers(1, 4096))
