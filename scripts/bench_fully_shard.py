@@ -8,7 +8,8 @@ Both engines live in the same processes, wrap the same Llama the same way (embed
 turns: A B A B, each turn a few AdamW steps; the figure is the ratio of the median step times. The machine's noise
 hits both. `floor` times bare computation and the bytes of one step sent through gloo's own best call.
 
-CPU time of a step is measured beside the clock: it says the same with far less noise on a machine that does other things.
+CPU time of a step is measured beside the clock: it says the same with far less noise on a machine that does other
+things.
 
 Expected before measuring, from gloo's rates (reduce_scatter 12.1 ms for 8 MB, all_reduce 11.5, all_gather 6.1, messages
 5.4; 84.7, 61.1, 37.7 and 12.0 for 32 MB) and 289 ms of computation at 128 tokens: fsdp 2 at most 0.80 of FSDP2 and 0.90
@@ -31,8 +32,8 @@ the ratios of the clock scatter; ratios ours / torch):
     ddp 2, total, AdamW's default    546.1      588.7       0.93
 
 What limits it: at 128 tokens two thirds of the CPU time is computation and optimizer, the rest the kernel's copies into
-and out of the sockets; in ddp the peak is the optimizer's own temporaries unless it is fused. With many small parameters
-Python's cost per parameter limits both engines.
+and out of the sockets; in ddp the peak is the optimizer's own temporaries unless it is fused. With many small
+parameters Python's cost per parameter limits both engines.
 """
 
 from __future__ import annotations

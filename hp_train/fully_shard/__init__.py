@@ -5,8 +5,9 @@
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-Imports torch and nothing of the trainer. Layers, upper ones import lower ones: api, module, scheduler, context,
-state, reduction, bucket and replicated, param, placement, collectives; hooks beside them.
+Imports torch and nothing of the trainer. Layers, upper ones import lower ones: api; module and torch_pipelining;
+scheduler; settings, split_backward and context; state; reduction; bucket and replicated; param; placement;
+collectives. `hooks` stands apart: marks in the autograd graph.
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
