@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from hp_train.config.schema import ModelSection
 from hp_train.models.shapes import EMBEDDING_NAME, HEAD_NAME
 
-STD = 0.02
 BLOCK_NUMEL = 2**20  # part of the definition of the weights: another value gives other numbers
 
 
@@ -26,8 +25,9 @@ BLOCK_NUMEL = 2**20  # part of the definition of the weights: another value give
 def initialize(module: nn.Module, seed: int) -> None:
     """Fill every parameter of a Llama or a stage of it (`module.config` is its ModelSection), in place.
 
-    Norm weights are 1. Matrices are normal with deviation 0.02, those that write to the residual stream with
-    0.02 / sqrt(2 num_layers), so that its variance does not grow with depth (Radford et al. 2019, section 2.3).
+    Norm weights are 1. Matrices are normal with deviation sqrt(2 / (5 dim)), which a model of any width learns from at
+    once (Nguyen and Salazar 2019, section 2.2); those that write to the residual stream with 1 / sqrt(2 num_layers) of
+    it, so that its variance does not grow with depth (Radford et al. 2019, section 2.3).
     Parameters are plain tensors or DTensors, sharded or replicated in any way, on any device but meta.
     """
     config: ModelSection = module.config
@@ -43,9 +43,10 @@ def initialize(module: nn.Module, seed: int) -> None:
 
 
 def _deviation(name: str, config: ModelSection) -> float:
+    deviation = math.sqrt(2 / (5 * config.dim))
     if name.endswith(("self_attn.o_proj.weight", "mlp.down_proj.weight")):
-        return STD / math.sqrt(2 * config.num_layers)
-    return STD
+        return deviation / math.sqrt(2 * config.num_layers)
+    return deviation
 
 
 def _fill(local: Tensor, owned: list[Tensor], shape: torch.Size, name: str, seed: int, deviation: float) -> None:
