@@ -136,7 +136,7 @@ class StepRun:
                 self._book(step, works, operations)
 
     def _operations_of(self, step: MetaStep) -> list[Operation]:
-        """What a send or receive puts on the wires: nothing for a receive that is posted already, or only at its use."""
+        """What a send or receive puts on the wires: nothing for a receive that is posted already, or at its use."""
         key = (TRAFFIC_OF[step.meta_type], step.stage_index)
         if step.meta_type in SEND_TYPES:
             values = self.outgoing.pop((*key, step.micro_index))
