@@ -161,8 +161,11 @@ def make_machine(mesh: DeviceMesh, mode: str) -> type[RuleBasedStateMachine]:
             self.waiting = {}
 
         @precondition(lambda self: not self.losses and self.reduced)
-        @rule()
-        def optimizer_step(self) -> None:
+        @rule(while_full=st.booleans())
+        def optimizer_step(self, while_full: bool) -> None:
+            if while_full:  # the full parameters are then older than the optimizer's and must not be used again
+                self.model.unshard(recurse=True)
+                self.kept_full = True
             parameters = [param.sharded for scheduler in schedulers(self.model) for param in scheduler.state.params]
             torch.optim.SGD(parameters, lr=LR).step()
             with torch.no_grad():
