@@ -87,8 +87,8 @@ class FsdpSection:
     """Ranks that share one copy of expert parameters; only 1 is supported yet. Integer, ranks; default 1; 1 to 65536."""
     reshard_after_forward: Union[bool, str] = choice("auto", "auto", True, False)
     """Free gathered parameters after forward; auto is false with a pipeline, true otherwise. Boolean or auto; default auto; auto, true, false."""
-    implementation: str = choice("torch", "torch")
-    """The sharding engine. Text; default torch; torch."""
+    implementation: str = choice("hsdp", "hsdp", "torch")
+    """The sharding engine: our own or torch's FSDP2. Text; default hsdp; hsdp, torch."""
 
 
 @dataclass

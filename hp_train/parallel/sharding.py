@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from hp_train import fully_shard as hsdp
+
 ShardFunction = Callable[[nn.Module, DeviceMesh, bool, MixedPrecisionPolicy], None]
 
 
@@ -42,4 +44,9 @@ def _shard_with_torch(module: nn.Module, mesh: DeviceMesh, reshard_after_forward
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
 
 
-ENGINES: dict[str, ShardFunction] = {"torch": _shard_with_torch}
+def _shard_with_hsdp(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> None:
+    mode = "ddp" if mesh.mesh_dim_names == ("dp_replicate",) else None
+    hsdp.fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, mode=mode)
+
+
+ENGINES: dict[str, ShardFunction] = {"hsdp": _shard_with_hsdp, "torch": _shard_with_torch}

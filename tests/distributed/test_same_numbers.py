@@ -50,22 +50,23 @@ def settings(variant: str, documents: Path) -> dict:
     return {**TINY, **data, "model.tie_embeddings": tied}
 
 
-def train_all(rank: int, world_size: int, root: Path, mesh: dict, documents: Path) -> dict[str, tuple] | None:
-    """Run every variant under AdamW and SGD; numbers by variant on rank 0."""
+def train_all(rank: int, world_size: int, root: Path, mesh: dict, documents: Path, engines: list[str]) -> dict | None:
+    """Run every variant under AdamW and SGD with each sharding engine; numbers by (engine, variant) on rank 0."""
     results = {}
-    for variant in VARIANTS:
-        base = settings(variant, documents)
-        runs = [
-            run_one(rank, world_size, root / variant / name, make_config(base, optimizer, mesh))
-            for name, optimizer in (("adamw", ADAMW), ("sgd", SGD))
-        ]
-        results[variant] = tuple(runs)
+    for engine in engines:
+        for variant in VARIANTS:
+            base = settings(variant, documents)
+            results[engine, variant] = tuple(
+                run_one(rank, world_size, root / engine / variant / name, make_config(base, optimizer, mesh, {"fsdp.implementation": engine}))
+                for name, optimizer in (("adamw", ADAMW), ("sgd", SGD))
+            )
     return results if rank == 0 else None
 
 
 @pytest.fixture(scope="module")
 def reference(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Numbers, Numbers]]:
-    return run_ranks(1, train_all, tmp_path_factory.mktemp("one"), ONE_PROCESS, documents)[0]
+    results = run_ranks(1, train_all, tmp_path_factory.mktemp("one"), ONE_PROCESS, documents, ["hsdp"])[0]
+    return {variant: numbers for (_, variant), numbers in results.items()}
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -73,11 +74,12 @@ def test_every_mesh_gives_the_numbers_of_one_process(
     name: str, reference: dict[str, tuple[Numbers, Numbers]], documents: Path, tmp_path: Path
 ) -> None:
     world_size, mesh = MESHES[name]
-    results = run_ranks(world_size, train_all, tmp_path, mesh, documents)[0]
-    for variant, (adamw, sgd) in results.items():
+    shards = any(key.startswith("fsdp.") for key in mesh)
+    results = run_ranks(world_size, train_all, tmp_path, mesh, documents, ["hsdp", "torch"] if shards else ["hsdp"])[0]
+    for (engine, variant), (adamw, sgd) in results.items():
         expected_adamw, expected_sgd = reference[variant]
-        assert differences(expected_adamw, adamw, sgd=False) == [], variant
-        assert differences(expected_sgd, sgd, sgd=True) == [], variant
+        assert differences(expected_adamw, adamw, sgd=False) == [], (engine, variant)
+        assert differences(expected_sgd, sgd, sgd=True) == [], (engine, variant)
 
 
 def double_one_gradient(worker: Worker) -> None:
