@@ -46,5 +46,7 @@ def plan_pipeline(config: TrainerConfig, num_microbatches: int) -> PipelinePlan:
         transport, schedule = pp.p2p_transport, lower(compute, pp.p2p_transport, **options)
     proof = verify(schedule, transport)
     if not proof.ok:
-        raise ScheduleError(*(f"pp.schedule={pp.schedule}: refused under {transport}: {text}" for text in proof.violations))
+        raise ScheduleError(
+            *(f"pp.schedule={pp.schedule}: refused under {transport}: {text}" for text in proof.violations)
+        )
     return PipelinePlan(schedule, transport, split_layers(config.model, compute.num_stages, pp.layer_split))

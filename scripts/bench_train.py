@@ -166,10 +166,17 @@ def compare_startup() -> None:
         script.write_text(BARE_SCRIPT)
         for turn in range(5):
             run_dir = Path(folder) / f"run{turn}"
-            command = [str(bin_dir / "hp-train"), "recipe=llama_fsdp", f"trainer.run_dir={run_dir}", "trainer.max_steps=1"]
+            command = [
+                str(bin_dir / "hp-train"),
+                "recipe=llama_fsdp",
+                f"trainer.run_dir={run_dir}",
+                "trainer.max_steps=1",
+            ]
             command += ["checkpoint.every=0", "trainer.eval_every=0", "trainer.device=cpu"]
             ours.append(_first_row_s(command, run_dir / "metrics.jsonl"))
-            theirs.append(_wall_s([str(bin_dir / "torchrun"), "--nproc-per-node=2", f"--master-port={free_port()}", str(script)]))
+            theirs.append(
+                _wall_s([str(bin_dir / "torchrun"), "--nproc-per-node=2", f"--master-port={free_port()}", str(script)])
+            )
     ratio = statistics.median(own / other for own, other in zip(ours, theirs, strict=True))
     print(
         f"first step of 2 processes: hp-train {statistics.median(ours):.2f} s, torchrun {statistics.median(theirs):.2f} s "

@@ -1,4 +1,4 @@
-"""Bounds of config fields: declared beside the field, checked by `config.validate`, shown by the help. No torch.
+"""Bounds of config fields: declared beside the field, checked by `config.validate`, shown in the help. No torch.
 
 `number(1.0, low=0, above=True)` makes a dataclass field that carries its bounds in `metadata`, and `choice("a", "a", "b")`
 one that carries its valid values. The dataclass tree itself stays plain, so that OmegaConf reads it unchanged.
@@ -51,8 +51,15 @@ def _spell(value: Any) -> str:
     return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, str) else value
 
 
-def number(default: Any, low: float, high: float, *, low_open: bool = False, high_open: bool = False,
-           also: tuple[Any, ...] = ()) -> Any:
+def number(
+    default: Any,
+    low: float,
+    high: float,
+    *,
+    low_open: bool = False,
+    high_open: bool = False,
+    also: tuple[Any, ...] = (),
+) -> Any:
     """Declare a numeric field with bounds; `also` lists values outside the interval that are valid (None, -1, "auto")."""
     bounds = Bounds(low, high, low_open, high_open, also)
     if isinstance(default, list):

@@ -73,5 +73,5 @@ def _documents_of(node: ast.ClassDef) -> dict[str, str]:
     found = {}
     for field, document in zip(node.body, node.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(document, ast.Expr):
-            found[field.target.id] = document.value.value
+            found[field.target.id] = " ".join(document.value.value.split())
     return found

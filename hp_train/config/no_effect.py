@@ -40,7 +40,9 @@ def _idle_in_mesh(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]
     if accelerator.tp_size == 1:
         yield ("accelerator.sequence_parallel", "accelerator.loss_parallel"), "accelerator.tp_size=1"
     if accelerator.pp_size == 1:
-        idle = tuple(f"pp.{name}" for name in ("schedule", "stages_per_rank", "layer_split", "p2p_transport", *_PP_OPTIONS))
+        idle = tuple(
+            f"pp.{name}" for name in ("schedule", "stages_per_rank", "layer_split", "p2p_transport", *_PP_OPTIONS)
+        )
         yield idle, "accelerator.pp_size=1 makes no pipeline"
     if fsdp.dp_mode == "ddp":
         yield ("fsdp.reshard_after_forward",), "fsdp.dp_mode=ddp shards nothing"

@@ -32,13 +32,15 @@ class TrainerSection:
     device: str = choice("auto", "auto", "cpu", "cuda")
     """Where to train; auto takes CUDA devices where there are any. Text; default auto; auto, cpu, cuda."""
     precision: str = choice("auto", "auto", "fp32", "bf16")
-    """Compute precision; auto is bf16 (fp32 master weights) on CUDA and fp32 on the CPU. Text; default auto; auto, fp32, bf16."""
+    """Compute precision; auto is bf16 (fp32 master weights) on CUDA and fp32 on the CPU. Text; default auto; auto,
+    fp32, bf16."""
     compile: bool = False
     """Compile each transformer block with torch.compile. Boolean; default false."""
     deterministic: bool = False
     """Use deterministic kernels only: the same bits in every run, slower on CUDA. Boolean; default false."""
     max_grad_norm: Optional[float] = number(1.0, 0, 1e9, low_open=True, also=(None,))
-    """Clip the global gradient norm to this; null leaves gradients as they are. Number; default 1.0; above 0 to 1e+09 or null."""
+    """Clip the global gradient norm to this; null leaves gradients as they are. Number; default 1.0; above 0 to 1e+09
+    or null."""
     loss_chunk_tokens: int = number(4096, 0, MAX_COUNT)
     """Tokens whose logits are held at once in the loss; 0 takes all at once. Integer, tokens; default 4096; 0 to 1e+09."""
     log_every: int = number(10, 1, MAX_COUNT)
@@ -80,13 +82,15 @@ class FsdpSection:
     dp_mode: str = choice("fsdp", "fsdp", "ddp", "hsdp")
     """fsdp shards, ddp replicates, hsdp does both. Text; default fsdp; fsdp, ddp, hsdp."""
     dp_shard_size: int = number(1, 1, 65536, also=(-1,))
-    """Ranks that share one copy of the parameters; -1 takes all ranks that remain. Integer, ranks; default 1; 1 to 65536 or -1."""
+    """Ranks that share one copy of the parameters; -1 takes all ranks that remain. Integer, ranks; default 1; 1 to
+    65536 or -1."""
     dp_replicate_size: int = number(1, 1, 65536)
     """Copies of the parameters; counts in ddp and hsdp. Integer, ranks; default 1; 1 to 65536."""
     edp_shard_size: int = number(1, 1, 65536)
     """Ranks that share one copy of expert parameters; only 1 is supported yet. Integer, ranks; default 1; 1 to 65536."""
     reshard_after_forward: Union[bool, str] = choice("auto", "auto", True, False)
-    """Free gathered parameters after forward; auto is false with a pipeline, true otherwise. Boolean or auto; default auto; auto, true, false."""
+    """Free gathered parameters after forward; auto is false with a pipeline, true otherwise. Boolean or auto; default
+    auto; auto, true, false."""
     implementation: str = choice("hsdp", "hsdp", "torch")
     """The sharding engine: our own or torch's FSDP2. Text; default hsdp; hsdp, torch."""
 
@@ -98,21 +102,27 @@ class PpSection:
     schedule: str = "1f1b"
     """Name of the schedule. Text; default 1f1b; a name of the schedule registry or file:PATH."""
     microbatch_size: Optional[int] = number(None, 1, MAX_COUNT, also=(None,))
-    """Sequences per micro-batch; null is trainer.micro_batch_size, and no other value is valid. Integer, sequences; default null; 1 to 1e+09 or null."""
+    """Sequences per micro-batch; null is trainer.micro_batch_size, and no other value is valid. Integer, sequences;
+    default null; 1 to 1e+09 or null."""
     stages_per_rank: Optional[int] = number(None, 1, 64, also=(None,))
     """Stages on each pipeline rank; null is what the schedule needs. Integer, stages; default null; 1 to 64 or null."""
     layer_split: Optional[List[int]] = number(None, 0, 100_000, also=(None,))
-    """Transformer layers of each stage in order; null splits evenly, embedding and head counted. List of integers, layers; default null; 0 to 100000 or null."""
+    """Transformer layers of each stage in order; null splits evenly, embedding and head counted. List of integers,
+    layers; default null; 0 to 100000 or null."""
     p2p_transport: str = choice("plain", "plain", "batch", "multi_stream", "boundary", "auto")
-    """How stages exchange tensors; auto is the first of multi_stream, batch, plain under which the schedule is proven. Text; default plain; plain, batch, multi_stream, boundary, auto."""
+    """How stages exchange tensors; auto is the first of multi_stream, batch, plain under which the schedule is proven.
+    Text; default plain; plain, batch, multi_stream, boundary, auto."""
     overlap: str = choice("none", "none", "f_b", "b_f")
-    """Pair a forward with a neighbouring backward into one step, in the order named. Text; default none; none, f_b, b_f."""
+    """Pair a forward with a neighbouring backward into one step, in the order named. Text; default none; none, f_b,
+    b_f."""
     swap_min_gap: Optional[int] = number(None, 0, MAX_COUNT, also=(None,))
-    """Move activations to host memory when at least so many compute steps lie between forward and backward; null never. Integer, steps; default null; 0 to 1e+09 or null."""
+    """Move activations to host memory when at least so many compute steps lie between forward and backward; null never.
+    Integer, steps; default null; 0 to 1e+09 or null."""
     data_steps: bool = False
     """Read data on the first stage's rank alone and send targets to the last stage's. Boolean; default false."""
     trace_steps: List[int] = number([], 1, MAX_COUNT)
-    """Optimizer steps whose measured timeline is written beside the planned one. List of integers, steps; default []; 1 to 1e+09."""
+    """Optimizer steps whose measured timeline is written beside the planned one. List of integers, steps; default []; 1
+    to 1e+09."""
 
 
 @dataclass
@@ -164,7 +174,8 @@ class DataSection:
     """What is read and how documents become sequences."""
 
     name: str = choice("shakespeare", "shakespeare", "tokens", "random")
-    """shakespeare ships with the package, tokens reads prepared files, random makes tokens up to measure speed. Text; default shakespeare; shakespeare, tokens, random."""
+    """shakespeare ships with the package, tokens reads prepared files, random makes tokens up to measure speed. Text;
+    default shakespeare; shakespeare, tokens, random."""
     path: Optional[str] = None
     """Folder made by `hp-train data prepare`, for name=tokens. Path; default null."""
     val_path: Optional[str] = None
@@ -172,7 +183,9 @@ class DataSection:
     tokenizer: str = "byte"
     """byte, or the tokenizer file the folder was prepared with, which is then checked. Text or path; default byte."""
     document_boundaries: str = choice("attend", "attend", "isolate", "pad")
-    """attend packs documents and attention crosses them; isolate packs them, attention and positions stay inside one; pad starts each document in a new sequence and leaves padding out of the loss. Text; default attend; attend, isolate, pad."""
+    """attend packs documents and attention crosses them; isolate packs them, attention and positions stay inside one;
+    pad starts each document in a new sequence and leaves padding out of the loss. Text; default attend; attend,
+    isolate, pad."""
 
 
 @dataclass
@@ -196,11 +209,13 @@ class LrSchedulerSection:
     """The learning rate over the steps."""
 
     name: str = choice("cosine", "cosine", "wsd", "linear", "constant")
-    """Shape after the warm-up; wsd stays at the peak and falls over the last fifth. Text; default cosine; cosine, wsd, linear, constant."""
+    """Shape after the warm-up; wsd stays at the peak and falls over the last fifth. Text; default cosine; cosine, wsd,
+    linear, constant."""
     warmup_steps: int = number(0, 0, MAX_COUNT)
     """Steps of linear rise from zero. Integer, steps; default 0; 0 to 1e+09."""
     total_steps: Optional[int] = number(None, 1, MAX_COUNT, also=(None,))
-    """Steps over which the shape is stretched; null is trainer.max_steps. Integer, steps; default null; 1 to 1e+09 or null."""
+    """Steps over which the shape is stretched; null is trainer.max_steps. Integer, steps; default null; 1 to 1e+09 or
+    null."""
     min_lr_ratio: float = number(0.1, 0, 1)
     """Final learning rate over the peak. Number; default 0.1; 0 to 1."""
 
@@ -210,7 +225,8 @@ class ActivationCheckpointSection:
     """Recompute activations in backward instead of keeping them."""
 
     mode: str = choice("none", "none", "full", "selective")
-    """full recomputes whole blocks; selective keeps the matrix products and attention and recomputes the rest. Text; default none; none, full, selective."""
+    """full recomputes whole blocks; selective keeps the matrix products and attention and recomputes the rest. Text;
+    default none; none, full, selective."""
     every: int = number(1, 1, 100_000)
     """Apply it to every so many blocks. Integer, layers; default 1; 1 to 100000."""
 
@@ -220,9 +236,11 @@ class CheckpointSection:
     """When state is saved and how much of it is kept."""
 
     every: Optional[int] = number(None, 0, MAX_COUNT, also=(None,))
-    """Save every so many steps, and at the end; null goes by every_minutes and saves at the end; 0 saves only when a signal stops the run. Integer, steps; default null; 0 to 1e+09 or null."""
+    """Save every so many steps, and at the end; null goes by every_minutes and saves at the end; 0 saves only when a
+    signal stops the run. Integer, steps; default null; 0 to 1e+09 or null."""
     every_minutes: Optional[float] = number(15.0, 0, 1e6, low_open=True, also=(None,))
-    """Save when this much time has passed since the last; null never by time. Number, minutes; default 15.0; above 0 to 1e+06 or null."""
+    """Save when this much time has passed since the last; null never by time. Number, minutes; default 15.0; above 0 to
+    1e+06 or null."""
     keep_last: int = number(3, 1, MAX_COUNT)
     """Complete checkpoints to keep. Integer, checkpoints; default 3; 1 to 1e+09."""
     async_save: bool = False
@@ -248,7 +266,8 @@ class LauncherSection:
     name: str = choice("local", "local")
     """local starts processes on this machine. Text; default local; local."""
     nproc_per_node: Union[int, str] = number("auto", 1, 4096, also=("auto",))
-    """Processes per machine; auto is what the mesh asks for. Integer or auto, processes; default auto; 1 to 4096 or auto."""
+    """Processes per machine; auto is what the mesh asks for. Integer or auto, processes; default auto; 1 to 4096 or
+    auto."""
     nodes: int = number(1, 1, 100_000)
     """Machines. Integer; default 1; 1 to 100000."""
     max_restarts: int = number(0, 0, 1000)

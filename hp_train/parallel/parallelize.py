@@ -72,9 +72,7 @@ def _part(config: TrainerConfig, layers_of_stage: tuple[range, ...], stage: int)
         )
 
 
-def _cut(
-    model: Llama, config: TrainerConfig, pass_config: PassConfig, mesh: MeshContext, precision: str
-) -> Llama:
+def _cut(model: Llama, config: TrainerConfig, pass_config: PassConfig, mesh: MeshContext, precision: str) -> Llama:
     """Apply everything that changes how `model` runs but not what it computes, then give it memory and weights."""
     apply_activation_checkpointing(model, config.activation_checkpoint.mode, config.activation_checkpoint.every)
     if config.trainer.compile:

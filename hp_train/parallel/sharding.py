@@ -35,7 +35,9 @@ def shard_model(
     shard(model, mesh, False, policy)  # its parameters are needed at both ends of forward: resharding gains nothing
 
 
-def _shard_with_torch(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> None:
+def _shard_with_torch(
+    module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy
+) -> None:
     if mesh.mesh_dim_names == ("dp_replicate",):
         from torch.distributed._composable.replicate_with_fsdp import replicate  # no public home up to torch 2.14
 
@@ -44,7 +46,9 @@ def _shard_with_torch(module: nn.Module, mesh: DeviceMesh, reshard_after_forward
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
 
 
-def _shard_with_hsdp(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> None:
+def _shard_with_hsdp(
+    module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy
+) -> None:
     mode = "ddp" if mesh.mesh_dim_names == ("dp_replicate",) else None
     hsdp.fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, mode=mode)
 

@@ -22,7 +22,9 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
-def owned_square_sum(parameters: Mapping[str, nn.Parameter], coordinates: Coordinates, not_owned: frozenset[str]) -> torch.Tensor:
+def owned_square_sum(
+    parameters: Mapping[str, nn.Parameter], coordinates: Coordinates, not_owned: frozenset[str]
+) -> torch.Tensor:
     """Return the sum of squares of the gradient elements that this rank owns, a float64 scalar on their device.
 
     `parameters` maps names to parameters; `not_owned` names those whose original is counted by another rank.

@@ -95,5 +95,3 @@ def device_memory_bytes(device: torch.device) -> int | None:
 def peak_flops(name: str) -> float | None:
     """Return the dense bf16 peak of a device in FLOP/s; None if it is not known."""
     return next((peak for part, peak in PEAK_BF16_FLOPS if part in name), None)
-
-

@@ -128,9 +128,7 @@ class PipelineEngine:
         ]
 
 
-def build_engine(
-    model: ParallelModel, mesh: MeshContext, plan: PipelinePlan | None, config_digest: str
-) -> StepEngine:
+def build_engine(model: ParallelModel, mesh: MeshContext, plan: PipelinePlan | None, config_digest: str) -> StepEngine:
     """Return the engine that steps this rank's share of the model; collective over all ranks.
 
     Ranks of a pipeline refuse to start together unless their `config_digest` is the same.

@@ -69,7 +69,9 @@ class Trainer:
         self.worker = worker
         self.mesh: MeshContext = worker.mesh
         self.is_reporter = context.rank == 0
-        self.peak_flops = metrics.peak_flops(metrics.device_name(self.mesh.device)) if worker.precision == "bf16" else None
+        self.peak_flops = (
+            metrics.peak_flops(metrics.device_name(self.mesh.device)) if worker.precision == "bf16" else None
+        )
         self.tokens_seen = 0
 
     def run(self) -> TrainOutcome:
@@ -83,7 +85,11 @@ class Trainer:
         evaluator = Evaluator(self.config, self.worker)
         if self.is_reporter:
             self._describe_attempt(done, checkpoints)
-        writer = MetricsWriter(self.context.run_dir, tensorboard=self.config.metrics.tensorboard) if self.is_reporter else None
+        writer = (
+            MetricsWriter(self.context.run_dir, tensorboard=self.config.metrics.tensorboard)
+            if self.is_reporter
+            else None
+        )
         loader = Loader(self.worker.train_source, self._samples_of, self.mesh.device, start_step=done)
         stop_signal = 0
         with closing(loader):
@@ -101,7 +107,9 @@ class Trainer:
                     writer.write(self._row(done, agreement, val_loss, step_time_s))
                 progress.phase = Phase.SAVE
                 is_last = done == self.config.trainer.max_steps
-                checkpoints.after_step(done, self.tokens_seen, due=agreement.save_is_due, last=is_last, stopping=bool(stop_signal))
+                checkpoints.after_step(
+                    done, self.tokens_seen, due=agreement.save_is_due, last=is_last, stopping=bool(stop_signal)
+                )
         progress.phase = Phase.FINISH
         checkpoints.close()
         self.worker.engine.close()

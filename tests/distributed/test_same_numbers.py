@@ -31,7 +31,12 @@ MESHES = {
     "accumulation 4": (1, {"trainer.micro_batch_size": 2}),
 }
 ONE_PROCESS = {"trainer.micro_batch_size": 8}
-VARIANTS = {"packed, untied": (False, False), "padded, untied": (True, False), "packed, tied": (False, True), "padded, tied": (True, True)}
+VARIANTS = {
+    "packed, untied": (False, False),
+    "padded, untied": (True, False),
+    "packed, tied": (False, True),
+    "padded, tied": (True, True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +62,12 @@ def train_all(rank: int, world_size: int, root: Path, mesh: dict, documents: Pat
         for variant in VARIANTS:
             base = settings(variant, documents)
             results[engine, variant] = tuple(
-                run_one(rank, world_size, root / engine / variant / name, make_config(base, optimizer, mesh, {"fsdp.implementation": engine}))
+                run_one(
+                    rank,
+                    world_size,
+                    root / engine / variant / name,
+                    make_config(base, optimizer, mesh, {"fsdp.implementation": engine}),
+                )
                 for name, optimizer in (("adamw", ADAMW), ("sgd", SGD))
             )
     return results if rank == 0 else None
@@ -112,7 +122,9 @@ PLANTED = {
 }
 
 
-def train_spoilt(rank: int, world_size: int, root: Path, mesh: dict, documents: Path, plant: Callable) -> Numbers | None:
+def train_spoilt(
+    rank: int, world_size: int, root: Path, mesh: dict, documents: Path, plant: Callable
+) -> Numbers | None:
     config = make_config(settings("packed, untied", documents), SGD, mesh)
     return run_one(rank, world_size, root, config, plant=plant)
 
@@ -142,10 +154,16 @@ def bare_loop(config: TrainerConfig) -> Numbers:
     shape, trainer_section = config.model, config.trainer
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=shape.vocab_size, hidden_size=shape.dim, intermediate_size=shape.ffn_dim,
-            num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_kv_heads, rms_norm_eps=shape.norm_eps, rope_theta=shape.rope_theta,
-            max_position_embeddings=shape.max_seq_len, attn_implementation="sdpa",
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.dim,
+            intermediate_size=shape.ffn_dim,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            rms_norm_eps=shape.norm_eps,
+            rope_theta=shape.rope_theta,
+            max_position_embeddings=shape.max_seq_len,
+            attn_implementation="sdpa",
         )  # fmt: skip
     )
     ours = Llama(shape)
