@@ -139,7 +139,7 @@ CHOICES = [
     case("model", "model=llama3_7b", ("model=llama3_7b", "did you mean llama3_70b")),
     case("pipeline option", "pp=2f2b", ("pp=2f2b", "1f1b")),
     case("schedule", f"{RECIPE} pp.schedule=1f1c", ("pp.schedule=1f1c is no schedule", "did you mean 1f1b", "gpipe")),
-    case("schedule file", f"{RECIPE} pp.schedule=file:x.csv", ("pp.schedule=file:x.csv", "not supported yet")),
+    case("schedule file", f"{RECIPE} pp.schedule=file:x.csv", ("pp.schedule=file:x.csv", "can't be read")),
     case("mode", "fsdp.dp_mode=zero3", ("fsdp.dp_mode=zero3", "fsdp, ddp, hsdp")),
     together(
         "groups",

@@ -40,7 +40,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_a_run_prints_what_it_does(straight: tuple[Path, str]) -> None:
     run_dir, printed = straight
     lines = [line for line in printed.splitlines() if "warning" not in line]
-    assert lines[0] == "batch 16 sequences = 2 data-parallel x 2 micro-batch x 4 micro-batches; 256 tokens a step"
+    assert lines[0] == "batch 16 sequences = 2 data-parallel x 4 micro-batch x 2 micro-batches; 256 tokens a step"
     assert sum(line.startswith("step ") for line in lines) == 12
     assert any(line.startswith("step 8/12 loss ") and " val " in line and " eta " in line for line in lines)
     assert f"hp-train resume {run_dir.name}" in printed or "hp-train resume" in printed

@@ -94,7 +94,11 @@ def test_every_mesh_gives_the_numbers_of_one_process(
 
 def double_one_gradient(worker: Worker) -> None:
     parameter = next(iter(worker.model.parameters.values()))
-    worker.optimizer.register_step_pre_hook(lambda *_: parameter.grad.mul_(2))
+
+    def double(*_: object) -> None:
+        parameter.grad.mul_(2)
+
+    worker.optimizer.register_step_pre_hook(double)
 
 
 def scale_loss_by_num_microbatches(worker: Worker) -> None:
