@@ -12,7 +12,9 @@ import datetime
 import os
 import re
 import secrets
+import shlex
 import shutil
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -92,7 +94,8 @@ def _occupied(path: Path, key: str) -> list[str]:
     if owner is not None:
         return [f"{key} is in use by {owner.describe()}"]
     if any(mark in held for mark in _RUN_MARKS):
-        return [f"{key} holds a run already; go on with it by `hp-train resume {path}`, or choose another folder"]
+        command = f"hp-train resume {shlex.quote(str(path))}"
+        return [f"{key} holds a run already; go on with it by `{command}`, or choose another folder"]
     return [f"{key} is not empty and holds no run; choose a new or an empty folder"]
 
 
@@ -104,11 +107,29 @@ def _unfit(path: Path, key: str, checkpoint_bytes: int) -> list[str]:
         return [f"{key} cannot be made: {standing} is not a folder"]
     if not os.access(standing, os.W_OK | os.X_OK):
         return [f"{key} is not writable ({standing})"]
-    free = shutil.disk_usage(standing).free
-    if free < checkpoint_bytes:
-        need, have = checkpoint_bytes / 1e9, free / 1e9
-        return [f"{key} has {have:,.1f} GB free, one checkpoint needs {need:,.1f} GB; free some or choose another disk"]
+    usage = shutil.disk_usage(standing)
+    if usage.total == 0:  # no disk (/proc), or a file system that does not tell its size
+        return [] if _takes_a_folder(standing) else [f"{key} is not writable ({standing} stores no files)"]
+    if usage.free < checkpoint_bytes:
+        have, need = _size_text(usage.free), _size_text(checkpoint_bytes)
+        return [f"{key} has {have} free, one checkpoint needs {need}; free some or choose another disk"]
     return []
+
+
+def _takes_a_folder(path: Path) -> bool:
+    try:
+        with tempfile.TemporaryDirectory(dir=path):
+            return True
+    except OSError:
+        return False
+
+
+def _size_text(num_bytes: int) -> str:
+    """Return a size in the largest of GB, MB and kB of which there is at least one: `999 bytes`, `1.5 MB`."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def create_run_dir(config: TrainerConfig, recipe: str) -> Path:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -59,6 +60,10 @@ def test_faults_of_a_place(tmp_path: Path) -> None:
     assert fault("file/below") == [f"trainer.run_dir={below} cannot be made: {tmp_path}/file is not a folder"]
     assert "is not empty and holds no run" in fault("other")[0]
     assert f"holds a run already; go on with it by `hp-train resume {held}`" in fault("held")[0]
+    spaced = tmp_path / "two words"
+    held.rename(spaced)
+    assert f"go on with it by `hp-train resume '{spaced}'`" in fault("two words")[0]
+    spaced.rename(held)
     assert re.search(r"has [\d,.]+ GB free, one checkpoint needs 1,000,000,000.0 GB", fault("new", 10**18)[0])
     assert runs.check_run_dir(_config(run_name="../up"))[0].startswith("trainer.run_name=../up must be the name")
     assert "does not exist" in runs.check_resume_dir(tmp_path / "nowhere")[0]
@@ -71,6 +76,20 @@ def test_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert runs.check_run_dir(_config(runs_root=str(tmp_path))) == [
         f"trainer.runs_root={tmp_path} is not writable ({tmp_path})"
     ]
+
+
+def test_folder_on_no_disk_is_not_writable_whatever_the_size() -> None:
+    for need in (0, 1, 10**9):
+        assert runs.check_run_dir(_config(run_dir="/proc/foo"), need) == [
+            "trainer.run_dir=/proc/foo is not writable (/proc stores no files)"
+        ]
+
+
+def test_small_sizes_are_told_in_their_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=999)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    [fault] = runs.check_run_dir(_config(runs_root=str(tmp_path)), 1_500_000)
+    assert "has 999 bytes free, one checkpoint needs 1.5 MB" in fault
 
 
 def test_folder_taken_meanwhile_is_refused(tmp_path: Path) -> None:
