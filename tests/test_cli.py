@@ -177,13 +177,14 @@ def test_multirun_runs_each_combination_and_ends_with_the_worst_code(
 
 
 def test_multirun_starts_nothing_if_one_job_is_wrong(
-    started: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    started: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     assert (
         main(monkeypatch, "--multirun", "recipe=llama_pp", "trainer.global_batch_size=8,6", "trainer.device=cpu") == 2
     )
     assert main(monkeypatch, "--multirun", "trainer.seed=1,x") == 2
-    assert started == []
+    assert started == [] and os.listdir(tmp_path) == []
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and "trainer.global_batch_size=6" in lines[0] and "trainer.seed=x" in lines[1]
 

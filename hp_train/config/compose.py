@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -106,15 +107,31 @@ def run_hydra(flags: Sequence[str], request: Request, *, strict: bool = False) -
         composed.append(replace(composition, recipe=hydra.runtime.choices.get("recipe"), overrides=overrides))
 
     entry = hydra_main(config_path=str(CONFIGS), config_name=_PRIMARY, version_base=_VERSION_BASE)(collect)
-    arguments, sys.argv = sys.argv, [sys.argv[0], *flags, *request.overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors come to us and not as a block of text to the terminal
-    try:
-        entry()
-    except _HYDRA_ERRORS as error:
-        raise ConfigError(*(fault.message for fault in request.all_faults), one_line(error)) from error
-    finally:
-        sys.argv = arguments
+    arguments = sys.argv
+    with _place_for_the_sweep(flags, request) as place:
+        sys.argv = [sys.argv[0], *flags, *place, *request.overrides]
+        try:
+            entry()
+        except _HYDRA_ERRORS as error:
+            raise ConfigError(*(fault.message for fault in request.all_faults), one_line(error)) from error
+        finally:
+            sys.argv = arguments
     return composed
+
+
+@contextmanager
+def _place_for_the_sweep(flags: Sequence[str], request: Request) -> Iterator[list[str]]:
+    """Have Hydra's record of a --multirun (multirun.yaml) thrown away, unless hydra.sweep.dir says where it goes.
+
+    Hydra writes it before a job can be refused, and every run has its own overrides.yaml.
+    """
+    asked = any(override.startswith("hydra.sweep.dir=") for override in request.overrides)
+    if "--multirun" not in flags or asked:
+        yield []
+        return
+    with TemporaryDirectory(prefix="hp-train-") as folder:
+        yield [f"hydra.sweep.dir='{folder}'"]
 
 
 def _refuse_unreadable(request: Request) -> None:
