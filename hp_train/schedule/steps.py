@@ -46,6 +46,9 @@ class MetaStepType(Enum):
 
 _T = MetaStepType
 
+MAX_INDEX = 10**9 - 1
+"""Highest stage or micro-batch that a step can name; its text takes nine digits."""
+
 BACKWARD_TYPES = frozenset({_T.BWD, _T.BWD_INPUT})
 """Kinds that turn the gradient of a stage's output into that of its input."""
 COMPUTE_TYPES = frozenset({_T.FWD, _T.BWD, _T.BWD_INPUT, _T.BWD_WEIGHT})
@@ -157,8 +160,8 @@ class MetaStep:
 
 
 def _check_index(kind: MetaStepType, name: str, value: object) -> None:
-    if type(value) is not int or value < 0:
-        raise ScheduleError(f"{kind.name} needs {name} to be an integer of at least 0, not {value!r}")
+    if type(value) is not int or not 0 <= value <= MAX_INDEX:
+        raise ScheduleError(f"{kind.name} needs {name} to be an integer from 0 to {MAX_INDEX}, not {value!r}")
 
 
 def _as_steps(kind: MetaStepType, steps: object) -> tuple[MetaStep, ...]:

@@ -25,6 +25,8 @@ _EXAMPLES = "a step reads like 2F0, 3SEND_F1, 1UNSHARD or (0F3;3B1)OVERLAP_F_B"
 
 def parse_step(text: str) -> MetaStep:
     """The one step that `text` names, surrounding blanks aside. Raises ScheduleError saying what is wrong."""
+    if not isinstance(text, str):
+        raise ScheduleError(f"{text!r} is no step but {type(text).__name__}; {_EXAMPLES}")
     body, boundary = text.strip(), None
     if match := _BOUNDARY.fullmatch(body):
         body, boundary = match[1], tuple(parse_step(part) for part in match[2].split(";"))
@@ -50,8 +52,14 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write the schedule's CSV to `path`; `load_schedule` reads it back equal."""
-    Path(path).write_text(format_schedule(schedule), encoding="utf-8")
+    """Write the schedule's CSV to `path`; `load_schedule` reads it back equal.
+
+    Raises ScheduleError for a file that can't be written.
+    """
+    try:
+        Path(path).write_text(format_schedule(schedule), encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(f"{path}: can't be written: {error.strerror}") from error
 
 
 def load_schedule(path: str | os.PathLike[str]) -> Schedule:
@@ -67,6 +75,8 @@ def load_schedule(path: str | os.PathLike[str]) -> Schedule:
         raise ScheduleError(f"{path}: can't be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{path}: is no text in UTF-8") from error
+    except (TypeError, ValueError) as error:  # what is no path at all, or holds a NUL
+        raise ScheduleError(f"{path!r} is no path of a schedule file: {error}") from error
     return parse_schedule(content, name=os.fspath(path))
 
 

@@ -22,7 +22,7 @@ from hp_train.schedule import (
     save_schedule,
     schedule_hash,
 )
-from hp_train.schedule.steps import COMPOSITE_TYPES, FSDP_TYPES, P2P_TYPES
+from hp_train.schedule.steps import COMPOSITE_TYPES, FSDP_TYPES, MAX_INDEX, P2P_TYPES
 from hp_train.schedule.text import parse_schedule
 
 T = MetaStepType
@@ -69,6 +69,7 @@ def test_text_round_trips(kind: MetaStepType) -> None:
     ("text", "step"),
     [
         ("2F0", MetaStep(0, T.FWD, 2)),
+        ("999999999F999999999", MetaStep(MAX_INDEX, T.FWD, MAX_INDEX)),
         (" 3SEND_F1 ", MetaStep(1, T.FWD_SEND, 3)),
         ("1UNSHARD", MetaStep(None, T.FSDP_UNSHARD, 1)),
         ("(0F3;3B1)OVERLAP_F_B", MetaStep(None, T.OVERLAP_F_B, None, (MetaStep(3, T.FWD, 0), MetaStep(1, T.BWD, 3)))),
@@ -84,7 +85,7 @@ def test_text_reads_as_documented(text: str, step: MetaStep) -> None:
     ["", "1F0garbage", "F0", "1F", "-1F0", "1F-1", "1X0", "1f0", "01F0", "1F00", "1UNSHARD3", "1 F0", "()OVERLAP_F_B",
      "(0F0)OVERLAP_F_B", "(0B0;1F0)OVERLAP_F_B", "(0F0;0B0)OVERLAP_F_B", "(0F0;1B0)BATCH_SEND_RECV", "0F0+()",
      "(0SEND_F0;0SEND_F0)BATCH_SEND_RECV", "0B0+(0SEND_F0)", "(0F0;1B1)", "1F0,", "٣F0", "1F99999999999999999999",
-     "((0F0;1B1)OVERLAP_F_B;1B0)OVERLAP_F_B", "0SEND_F", "1BATCH_SEND_RECV0"],
+     "((0F0;1B1)OVERLAP_F_B;1B0)OVERLAP_F_B", "0SEND_F", "1BATCH_SEND_RECV0", "1000000000F0", None, 1, b"1F0"],
 )  # fmt: skip
 def test_what_is_no_step_is_refused(text: str) -> None:
     with pytest.raises(ScheduleError):
@@ -93,7 +94,7 @@ def test_what_is_no_step_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(0, T.FWD, None), (None, T.FWD, 0), (-1, T.FWD, 0), (True, T.FWD, 0), (0.0, T.FWD, 0), (0, "F", 0),
+    [(0, T.FWD, None), (None, T.FWD, 0), (10**9, T.FWD, 0), (0, T.FWD, 10**9), (-1, T.FWD, 0), (True, T.FWD, 0), (0.0, T.FWD, 0), (0, "F", 0),
      (3, T.FSDP_UNSHARD, 0), (0, T.FWD, 0, (MetaStep(0, T.BWD, 0),)), (0, T.OVERLAP_F_B, 0),
      (None, T.OVERLAP_F_B, None, None), (None, T.BATCH_SEND_RECV, None, ()),
      (0, T.BWD, 0, None, (MetaStep(0, T.FWD_SEND, 0),)),
@@ -153,6 +154,9 @@ def test_files_that_can_not_be_read_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.csv", tmp_path, tmp_path / "binary.csv"):
         with pytest.raises(ScheduleError, match=path.name):
             load_schedule(path)
+    for no_path in (None, 1, b"x.csv", "x\0.csv"):
+        with pytest.raises(ScheduleError, match="is no path of a schedule file"):
+            load_schedule(no_path)
 
 
 def test_the_hash_tells_apart_what_ranks_would_do() -> None:
