@@ -11,6 +11,7 @@ import sys
 from hp_train.errors import ExitCode, ScheduleError
 from hp_train.schedule import SCHEDULES, TRANSPORTS, Costs, Schedule, lower, save_schedule, simulate, verify
 from hp_train.schedule.draw import draw, draw_text
+from hp_train.schedule.residency import MIN_SWAP_GAP
 from hp_train.schedule.sources import open_schedule
 from hp_train.schedule.text import format_schedule
 
@@ -66,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Do what `hp-train schedule` was asked; returns the exit code. Raises ScheduleError for a fault in the input."""
     if args.action == "list":
         return _list()
+    _check_bounds(args)
     schedule = open_schedule(args.source, args.pp, args.microbatches, args.stages_per_rank, allow_code=True)
     if args.action == "show":
         return _show(schedule, args)
@@ -74,6 +76,13 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "lower":
         return _lower(schedule, args)
     return _verify(schedule, args)
+
+
+def _check_bounds(args: argparse.Namespace) -> None:
+    for option, low in (("--width", 1), ("--max-activations", 0), ("--fsdp", 1), ("--swap", MIN_SWAP_GAP)):
+        value = getattr(args, option.removeprefix("--").replace("-", "_"), None)
+        if value is not None and value < low:
+            raise ScheduleError(f"{option} {value} must be at least {low}")
 
 
 def _list() -> int:

@@ -13,7 +13,7 @@ import sys
 
 from hp_train.errors import ScheduleError
 from hp_train.schedule.builders import build_schedule
-from hp_train.schedule.steps import Schedule
+from hp_train.schedule.steps import MetaStep, Schedule
 from hp_train.schedule.text import load_schedule
 
 FILE_PREFIX = "file:"
@@ -74,10 +74,43 @@ def _call_builder(
         loaded = importlib.import_module(module)
     except ImportError as error:
         raise ScheduleError(f"{where}: can't be imported: {error}") from error
+    except (Exception, SystemExit) as error:  # a module of a person's own may fail in any way
+        raise ScheduleError(f"{where}: can't be imported: {_told(error)}") from error
     builder = getattr(loaded, function, None)
     if not callable(builder):
         raise ScheduleError(f"{where}: module {module} has no function {function}")
-    schedule = builder(pp_size, num_microbatches, stages_per_rank)
+    call = f"{function}({pp_size}, {num_microbatches}, {stages_per_rank})"
+    try:
+        schedule = builder(pp_size, num_microbatches, stages_per_rank)
+    except ScheduleError:
+        raise
+    except (Exception, SystemExit) as error:  # as may their builder, or whatever else was named in its place
+        raise ScheduleError(
+            f"{where}: {call} raised {_told(error)}; a builder takes (pp_size, num_microbatches, stages_per_rank)"
+        ) from error
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"{where}: returned {type(schedule).__name__}, not a Schedule")
+    _check_form(schedule, where)
     return schedule
+
+
+def _told(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _check_form(schedule: Schedule, where: str) -> None:
+    """Raise ScheduleError unless the fields have the types that `Schedule` declares; their sense is `verify`'s part."""
+    if not isinstance(schedule.orders, tuple) or not all(isinstance(order, tuple) for order in schedule.orders):
+        raise ScheduleError(f"{where}: returned a Schedule whose orders are no tuple of tuples of MetaSteps")
+    for rank, order in enumerate(schedule.orders):
+        for position, step in enumerate(order):
+            if not isinstance(step, MetaStep):
+                raise ScheduleError(
+                    f"{where}: returned a Schedule whose rank {rank} has {step!r} at step {position}, no MetaStep"
+                )
+    for name in ("num_stages", "num_microbatches"):
+        if type(getattr(schedule, name)) is not int:
+            raise ScheduleError(f"{where}: returned a Schedule with {name}={getattr(schedule, name)!r}, no integer")
+    ranks = schedule.rank_of_stage
+    if not isinstance(ranks, tuple) or not all(type(rank) is int for rank in ranks):
+        raise ScheduleError(f"{where}: returned a Schedule with rank_of_stage={ranks!r}, no tuple of integers")

@@ -150,6 +150,11 @@ def test_lower_writes_what_the_api_lowers(tmp_path: Path) -> None:
     assert load_schedule(out) == lower(build_schedule("zbv", 2, 4, 2), "batch", fsdp=2)
 
 
+def test_lower_to_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="nodir/x.csv: can't be written: No such file"):
+        _run("lower", "gpipe", "--pp", "2", "--microbatches", "2", "--out", str(tmp_path / "nodir" / "x.csv"))
+
+
 def test_show_and_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("show", "1f1b", "--pp", "2", "--microbatches", "2", "--costs", "1,1,1") == 0
     assert "1 ..F0B0--F1B1--...." in capsys.readouterr().out
@@ -184,9 +189,46 @@ def test_a_builder_of_ones_own_covers_any_size(tmp_path: Path, monkeypatch: pyte
             _run("verify", source, "--pp", "3", "--microbatches", "5")
 
 
+def test_a_builder_that_fails_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_syntax.py").write_text("def mine(:\n")
+    (tmp_path / "broken_import.py").write_text("1 / 0\n")
+    (tmp_path / "broken_builders.py").write_text(
+        "from hp_train.schedule import MetaStep, MetaStepType, Schedule, build_schedule\n"
+        "def raises(*sizes):\n    raise KeyError('two\\nlines')\n"
+        "def leaves(*sizes):\n    raise SystemExit(0)\n"
+        "def arity(pp_size):\n    return None\n"
+        "def refuses(*sizes):\n    return build_schedule('1f1b', 4, 3)\n"
+        "def texts(*sizes):\n    return Schedule((('0F0', '0B0'),), 1, (0,), 1)\n"
+        "def lists(*sizes):\n    return Schedule([[MetaStep(0, MetaStepType.FWD, 0)]], 1, (0,), 1)\n"
+        "def counts(*sizes):\n    return Schedule(((),), '1', (0,), 1)\n"
+        "def ranks(*sizes):\n    return Schedule(((),), 1, None, 1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for source, says in (
+        ("broken_syntax:mine", "can't be imported: SyntaxError: .*line 1"),
+        ("broken_import:mine", "can't be imported: ZeroDivisionError"),
+        ("os:getcwd", r"getcwd\(2, 3, None\) raised TypeError"),
+        ("broken_builders:raises", "raised KeyError"),
+        ("broken_builders:leaves", "raised SystemExit"),
+        ("broken_builders:arity", r"takes \(pp_size, num_microbatches, stages_per_rank\)"),
+        ("broken_builders:refuses", "num_microbatches=3 is less"),
+        ("broken_builders:texts", "rank 0 has '0F0' at step 0, no MetaStep"),
+        ("broken_builders:lists", "no tuple of tuples"),
+        ("broken_builders:counts", "num_stages='1', no integer"),
+        ("broken_builders:ranks", "rank_of_stage=None, no tuple"),
+    ):
+        with pytest.raises(ScheduleError, match=says) as refused:
+            _run("verify", source, "--pp", "2", "--microbatches", "3")
+        assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (("verify", "1f1b", "--max-activations", "-1"), "--max-activations -1 must be at least 0"),
+        (("show", "1f1b", "--width", "-5"), "--width -5 must be at least 1"),
+        (("lower", "1f1b", "--swap", "1"), "--swap 1 must be at least 2"),
+        (("lower", "1f1b", "--fsdp", "0"), "--fsdp 0 must be at least 1"),
         (("verify", "1f1b"), "needs a number of ranks"),
         (("verify", "1f1b", "--pp", "4", "--microbatches", "3"), "num_microbatches=3 is less than pp_size=4"),
         (("verify", "1f1b", "--pp", "4", "--microbatches", "4", "--transport", "x"), "transport 'x' is unknown"),
