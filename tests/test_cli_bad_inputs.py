@@ -89,7 +89,7 @@ VALUES = [
         case(
             "text for integer or auto",
             "launcher.nproc_per_node=all",
-            ("launcher.nproc_per_node=all", "1 to 4096 or auto"),
+            ("launcher.nproc_per_node=all is not an integer or auto", "1 to 4096 or auto"),
         ),
     ),
     case("no such choice", "trainer.device=gpu", ("trainer.device=gpu", "auto, cpu, cuda")),
@@ -139,7 +139,8 @@ CHOICES = [
     case("model", "model=llama3_7b", ("model=llama3_7b", "did you mean llama3_70b")),
     case("pipeline option", "pp=2f2b", ("pp=2f2b", "1f1b")),
     case("schedule", f"{RECIPE} pp.schedule=1f1c", ("pp.schedule=1f1c is no schedule", "did you mean 1f1b", "gpipe")),
-    case("schedule file", f"{RECIPE} pp.schedule=file:x.csv", ("pp.schedule=file:x.csv", "can't be read")),
+    case("schedule file", f"{RECIPE} pp.schedule=file:x.csv", ("pp.schedule=file:x.csv: can't be read",)),
+    case("schedule file without a path", f"{RECIPE} pp.schedule=file:", ("pp.schedule=file: is no schedule", "or file:PATH")),
     case("mode", "fsdp.dp_mode=zero3", ("fsdp.dp_mode=zero3", "fsdp, ddp, hsdp")),
     together(
         "groups",
@@ -192,6 +193,12 @@ FILES = [
         "recipe=mine",
         ("recipes/mine.yaml:1", "@package _global_"),
         files={"recipes/mine.yaml": "trainer:\n  seed: 1\n"},
+    ),
+    case(
+        "empty file",
+        "recipe=mine",
+        ("recipes/mine.yaml is empty", "`# @package _global_`"),
+        files={"recipes/mine.yaml": ""},
     ),
     case(
         "keys",
@@ -321,6 +328,13 @@ RULES = [
     case(
         "few layers", f"{RECIPE} {CPU} model.num_layers=1", ("model.num_layers=1 is less than the 2 pipeline stages",)
     ),
+    case("empty split", f"{RECIPE} {CPU} pp.layer_split=[]", ("pp.layer_split=[] has 0 entries", "give 2")),
+    case(
+        "fewer layers than stages",
+        f"{RECIPE} {CPU} model.num_layers=2 accelerator.pp_size=4",
+        ("model.num_layers=2 is less than the 4 pipeline stages", "accelerator.pp_size of at most 2", "at least 4"),
+    ),
+    case("swap without a gap", f"{RECIPE} {CPU} pp.swap_min_gap=1", ("pp.swap_min_gap=1 is out of bounds", "2 to 1e+09")),
     case("short split", f"{RECIPE} {CPU} pp.layer_split=[4]", ("pp.layer_split=[4] has 1 entries", "give 2")),
     case("split of too few", f"{RECIPE} {CPU} pp.layer_split=[2,1]", ("covers 3 layers", "model.num_layers=4")),
     case("stages", f"{RECIPE} {CPU} pp.stages_per_rank=2", ("stages_per_rank=2", "1f1b")),
@@ -425,6 +439,13 @@ MACHINE = [
         "resume against a rule",
         "resume run model.num_heads=3 model.num_kv_heads=3",
         ("model.num_heads=3 does not divide",),
+        prepare=a_run,
+    ),
+    case(
+        "resume in another folder",
+        "resume run trainer.run_dir=other trainer.run_name=x",
+        ("trainer.run_dir=other has no effect", "leave it out"),
+        ("trainer.run_name=x has no effect", "leave it out"),
         prepare=a_run,
     ),
     case("resume with a bad option", "resume run fsdp=dpp", ("fsdp=dpp", "ddp"), prepare=a_run),

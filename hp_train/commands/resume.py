@@ -7,6 +7,7 @@ overrides that it was started with and these.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -14,6 +15,8 @@ import yaml
 from hp_train.commands.train import job_faults, warn
 from hp_train.config.compose import Composition, change, examine
 from hp_train.config.override_check import is_group_override
+from hp_train.config.schema import TrainerConfig
+from hp_train.config.schema_tree import value_at
 from hp_train.errors import ConfigError
 from hp_train.launch.run_dir import check_resume_dir
 from hp_train.launch.start import resume_run
@@ -37,7 +40,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if standing:
         raise ConfigError(*standing)
     job = changed(run_dir, args.overrides, args.config_dir)
-    found = job_faults(job, run_dir)
+    found = [*_elsewhere(run_dir, job.config, args.overrides), *job_faults(job, run_dir)]
     if found:
         raise ConfigError(*found)
     warn(job.config)
@@ -53,6 +56,16 @@ def changed(run_dir: Path, overrides: list[str], config_dir: str | None = None) 
     if any(is_group_override(override) for override in overrides):
         return examine([*first, *overrides], config_dir)
     return change(run_dir / "config.yaml", overrides, recipe)
+
+
+def _elsewhere(run_dir: Path, config: TrainerConfig, overrides: list[str]) -> Iterator[str]:
+    """Yield a line for each key among `overrides` that would place a new run; to name the run's own folder is fine."""
+    typed = {override.partition("=")[0].lstrip("+") for override in overrides}
+    own_folder = config.trainer.run_dir is not None and Path(config.trainer.run_dir).expanduser().absolute() == run_dir
+    for key in ("trainer.run_dir", "trainer.run_name", "trainer.runs_root"):
+        value = value_at(config, key)
+        if key in typed and value is not None and not (key == "trainer.run_dir" and own_folder):
+            yield f"{key}={value} has no effect: the run goes on in {run_dir}; leave it out"
 
 
 def _started_with(path: Path) -> tuple[str | None, list[str]]:

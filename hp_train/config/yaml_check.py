@@ -68,6 +68,8 @@ def _follow_recipe(name: str, path: SearchPath, check: FileCheck, followed: tupl
         return
     document = _parse(file, check)
     if document is None:
+        if check.readable and not is_recipe(file):
+            _stop(check, f"{shown(file)} is empty; a recipe starts with the line `# {RECIPE_PACKAGE}`, its keys follow")
         return
     root, values = document
     if not is_recipe(file):
