@@ -16,7 +16,7 @@ from hp_train.commands import resume as resume_command
 from hp_train.commands import train as train_command
 from hp_train.config.compose import compose
 from hp_train.config.schema import TrainerConfig
-from hp_train.config.schema_tree import LEAVES
+from hp_train.config.schema_tree import GROUPS, LEAVES
 from hp_train.config.search_path import RECIPES
 from tests.command import hp_train, slowness_of_this_machine
 
@@ -194,6 +194,11 @@ def test_multirun_stops_when_a_job_was_stopped(started: list, monkeypatch: pytes
     assert [config.trainer.seed for config, _, _ in started] == [1, 75]
 
 
+def saved_config(trainer: str) -> str:
+    """The text of a run's config.yaml: every group, defaults in all but one."""
+    return "".join(f"{group}: {trainer if group == 'trainer' else '{}'}\n" for group in GROUPS)
+
+
 def test_resume_hands_over_the_changed_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
@@ -205,7 +210,7 @@ def test_resume_hands_over_the_changed_config(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    (run_dir / "config.yaml").write_text("trainer: {max_steps: 3, seed: 5, device: cpu}\n")
+    (run_dir / "config.yaml").write_text(saved_config("{max_steps: 3, seed: 5, device: cpu}"))
     (run_dir / "overrides.yaml").write_text("recipe: ''\noverrides: [trainer.max_steps=3]\n")
     assert main(monkeypatch, "resume", "run", "trainer.max_steps=6") == 0
     [(given, config, more)] = calls
@@ -216,7 +221,7 @@ def test_resume_hands_over_the_changed_config(tmp_path: Path, monkeypatch: pytes
 def test_a_finished_run_says_so(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    (run_dir / "config.yaml").write_text("trainer: {max_steps: 3, device: cpu}\n")
+    (run_dir / "config.yaml").write_text(saved_config("{max_steps: 3, device: cpu}"))
     (run_dir / "overrides.yaml").write_text("recipe: ''\noverrides: []\n")
     outcome = {"state": "done", "attempt": 1, "step": 3, "exit_code": 0, "message": ""}
     (run_dir / "outcome.json").write_text(json.dumps(outcome))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hp_train.config.schema_tree import GROUPS
 from hp_train.launch.owner import Owner
 from tests.command import Finished, hp_train, slowness_of_this_machine
 
@@ -140,7 +141,7 @@ CHOICES = [
     case("pipeline option", "pp=2f2b", ("pp=2f2b", "1f1b")),
     case("schedule", f"{RECIPE} pp.schedule=1f1c", ("pp.schedule=1f1c is no schedule", "did you mean 1f1b", "gpipe")),
     case("schedule file", f"{RECIPE} pp.schedule=file:x.csv", ("pp.schedule=file:x.csv: can't be read",)),
-    case("schedule file without a path", f"{RECIPE} pp.schedule=file:", ("pp.schedule=file: is no schedule", "or file:PATH")),
+    case("schedule file without a path", f"{RECIPE} pp.schedule=file:", ("pp.schedule=file: is no", "or file:PATH")),
     case("mode", "fsdp.dp_mode=zero3", ("fsdp.dp_mode=zero3", "fsdp, ddp, hsdp")),
     together(
         "groups",
@@ -157,6 +158,8 @@ WORDS = [
     case("verb", "trian recipe=llama_single", ("trian is no verb", "did you mean train", "resume, recipes")),
     case("no equals sign", "trainer.max_steps=5 recipe", ("argument recipe is not key=value",)),
     case("no key", "trainer.max_steps=5 =5", ("=5 has no key",)),
+    case("empty verb", [""], ("'' is no verb", "use train")),
+    case("resume of an empty path", ["resume", ""], ("RUN_DIR is empty", "hp-train resume")),
     case("incomplete resume", "resume", ("resume", "required", "RUN_DIR")),
     case("resume of a setting", "resume trainer.max_steps=5", ("resume needs a run directory",)),
     case("incomplete data", "data", ("data", "required", "prepare")),
@@ -331,10 +334,10 @@ RULES = [
     case("empty split", f"{RECIPE} {CPU} pp.layer_split=[]", ("pp.layer_split=[] has 0 entries", "give 2")),
     case(
         "fewer layers than stages",
-        f"{RECIPE} {CPU} model.num_layers=2 accelerator.pp_size=4",
+        f"{RECIPE} {CPU} model.num_layers=2 accelerator.pp_size=4 pp.schedule=gpipe",
         ("model.num_layers=2 is less than the 4 pipeline stages", "accelerator.pp_size of at most 2", "at least 4"),
     ),
-    case("swap without a gap", f"{RECIPE} {CPU} pp.swap_min_gap=1", ("pp.swap_min_gap=1 is out of bounds", "2 to 1e+09")),
+    case("swap without a gap", f"{RECIPE} {CPU} pp.swap_min_gap=1", ("pp.swap_min_gap=1 is out of", "2 to 1e+09")),
     case("short split", f"{RECIPE} {CPU} pp.layer_split=[4]", ("pp.layer_split=[4] has 1 entries", "give 2")),
     case("split of too few", f"{RECIPE} {CPU} pp.layer_split=[2,1]", ("covers 3 layers", "model.num_layers=4")),
     case("stages", f"{RECIPE} {CPU} pp.stages_per_rank=2", ("stages_per_rank=2", "1f1b")),
@@ -366,9 +369,22 @@ RULES = [
 ]
 
 
+def saved_config(trainer: str) -> str:
+    """The text of a run's config.yaml: every group, defaults in all but one."""
+    return "".join(f"{group}: {trainer if group == 'trainer' else '{}'}\n" for group in GROUPS)
+
+
+def a_run_whose_config_is(text: str) -> Callable[[Path], None]:
+    def prepare(folder: Path) -> None:
+        a_run(folder)
+        (folder / "run" / "config.yaml").write_text(text)
+
+    return prepare
+
+
 def a_run(folder: Path) -> None:
     (folder / "run").mkdir()
-    (folder / "run" / "config.yaml").write_text("trainer: {max_steps: 3}\n")
+    (folder / "run" / "config.yaml").write_text(saved_config("{max_steps: 3}"))
     (folder / "run" / "overrides.yaml").write_text("recipe: ''\noverrides: []\n")
 
 
@@ -450,6 +466,15 @@ MACHINE = [
     ),
     case("resume with a bad option", "resume run fsdp=dpp", ("fsdp=dpp", "ddp"), prepare=a_run),
     case("resume of a broken config", "resume run", ("run/config.yaml cannot be used",), prepare=a_broken_run),
+    *(
+        case(f"resume of {what}", "resume run", ("run/config.yaml cannot be used", *words), prepare=prepare)
+        for what, words, prepare in (
+            ("an empty config", ("holds no config",), a_run_whose_config_is("")),
+            ("a list for a config", ("holds no config",), a_run_whose_config_is("[trainer]\n")),
+            ("a text for a config", (), a_run_whose_config_is("trainer\n")),
+            ("a config without groups", ("lacks accelerator, fsdp",), a_run_whose_config_is("trainer: {}\n")),
+        )
+    ),
 ]
 AT_ONCE = [
     case(

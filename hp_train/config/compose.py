@@ -33,7 +33,7 @@ from hp_train.config.faults import EVERYTHING, Fault
 from hp_train.config.key_check import check_value, is_interpolation
 from hp_train.config.override_check import Request, check_request
 from hp_train.config.schema import TrainerConfig
-from hp_train.config.schema_tree import LEAVES, SECTIONS, Leaf, misfit, spell, value_at
+from hp_train.config.schema_tree import GROUPS, LEAVES, SECTIONS, Leaf, misfit, spell, value_at
 from hp_train.config.search_path import CONFIGS, SearchPath, search_path
 from hp_train.errors import ConfigError
 
@@ -181,6 +181,7 @@ def change(saved: Path, overrides: Sequence[str], recipe: str | None = None) -> 
     request.recipe = recipe
     try:
         written = OmegaConf.load(saved)
+        _refuse_incomplete(saved, written)
         found = [fault for name, value in OmegaConf.to_container(written).items() for fault in check_value(name, value)]
         if found:
             raise ConfigError(*(f"{saved}: {fault.message}" for fault in found))
@@ -193,6 +194,15 @@ def change(saved: Path, overrides: Sequence[str], recipe: str | None = None) -> 
     except (OSError, AttributeError, *_HYDRA_ERRORS) as error:
         raise ConfigError(f"{saved} cannot be used: {one_line(error)}") from error
     return finish(tree, request)
+
+
+def _refuse_incomplete(saved: Path, written: Any) -> None:
+    """Stop unless a run's config has every group: what is missing would take the schema's default unnoticed."""
+    groups = set(written) if isinstance(written, DictConfig) else set()
+    missing = [group for group in GROUPS if group not in groups]
+    if missing:
+        what = "holds no config" if not groups else f"lacks {', '.join(missing)}"
+        raise ConfigError(f"{saved} cannot be used: it {what}; a run writes all of {', '.join(GROUPS)}")
 
 
 def _resolve(tree: DictConfig, resolved: dict[str, Any]) -> Iterator[Fault]:
