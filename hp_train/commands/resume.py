@@ -15,6 +15,7 @@ import yaml
 from hp_train.commands.train import job_faults, warn
 from hp_train.config.compose import Composition, change, examine
 from hp_train.config.override_check import is_group_override
+from hp_train.config.paths import still_pinned
 from hp_train.config.schema import TrainerConfig
 from hp_train.config.schema_tree import value_at
 from hp_train.errors import ConfigError
@@ -52,9 +53,9 @@ def changed(run_dir: Path, overrides: list[str], config_dir: str | None = None) 
 
     Raises ConfigError when nothing could be composed.
     """
-    recipe, first = _started_with(run_dir / "overrides.yaml")
+    recipe, first, paths = _started_with(run_dir / "overrides.yaml")
     if any(is_group_override(override) for override in overrides):
-        return examine([*first, *overrides], config_dir)
+        return examine([*first, *still_pinned(paths, overrides), *overrides], config_dir)
     return change(run_dir / "config.yaml", overrides, recipe)
 
 
@@ -68,10 +69,11 @@ def _elsewhere(run_dir: Path, config: TrainerConfig, overrides: list[str]) -> It
             yield f"{key}={value} has no effect: the run goes on in {run_dir}; leave it out"
 
 
-def _started_with(path: Path) -> tuple[str | None, list[str]]:
-    """Return the recipe and the overrides that a run was started with."""
+def _started_with(path: Path) -> tuple[str | None, list[str], list[str]]:
+    """Return the recipe and the overrides that a run was started with, and those for paths that its files named."""
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return saved["recipe"] or None, [str(override) for override in saved["overrides"]]
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        paths = [str(override) for override in saved.get("paths", [])]  # not written by earlier versions
+        return saved["recipe"] or None, [str(override) for override in saved["overrides"]], paths
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be used: {' '.join(str(error).split())}") from error

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hp_train.compile.pass_config import build_pass_config_from_trainer_config
+from hp_train.config.paths import overrides_with_absolute_paths, pinned_paths, with_absolute_paths
 from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ConfigError, ExitCode
 from hp_train.launch.capsule import describe_circumstances
@@ -47,11 +48,13 @@ def machine_faults(config: TrainerConfig, run_dir: Path | None = None) -> list[s
 def start_run(config: TrainerConfig, *, recipe: str, overrides: list[str], argv: list[str]) -> int:
     """Start a new run of a config that has passed all checks and return the exit code."""
     plan = _plan(config)
+    started_with = _overrides_yaml(recipe, overrides, config)
+    config = with_absolute_paths(config)
     run_dir = create_run_dir(config, recipe)
     with own(run_dir):
         config_path = run_dir / "config.yaml"
         write_text(config_path, _to_yaml(config))
-        write_text(run_dir / "overrides.yaml", _overrides_yaml(recipe, overrides))
+        write_text(run_dir / "overrides.yaml", started_with)
         write_json(run_dir / "capsule.json", describe_circumstances(argv, recipe))
         return _launch(run_dir, config_path, config, plan)
 
@@ -62,6 +65,7 @@ def resume_run(run_dir: Path, config: TrainerConfig, *, overrides: list[str], ar
     A run that has taken all of its steps says so and nothing is started. Raises ConfigError if it is in use.
     """
     run_dir = run_dir.absolute()
+    config = with_absolute_paths(config)
     outcome = read_outcome(run_dir)
     if outcome is not None and outcome.state == "done" and outcome.step >= config.trainer.max_steps:
         print(f"run {run_dir} is finished: all {outcome.step} steps are taken")
@@ -126,7 +130,14 @@ def _to_yaml(config: TrainerConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
 
 
-def _overrides_yaml(recipe: str, overrides: list[str]) -> str:
+def _overrides_yaml(recipe: str, overrides: list[str], config: TrainerConfig) -> str:
+    """Return what composes `config` again from any folder; `paths` are those that files named, kept apart.
+
+    A group chosen anew brings its own paths, while what was typed holds for every recipe.
+    """
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create({"recipe": recipe, "overrides": overrides}))
+    typed = overrides_with_absolute_paths(overrides, config)
+    return OmegaConf.to_yaml(
+        OmegaConf.create({"recipe": recipe, "overrides": typed, "paths": pinned_paths(overrides, config)})
+    )
