@@ -24,6 +24,8 @@ def split_faults(num_layers: int, num_stages: int, layer_split: Sequence[int] | 
     text = f"pp.layer_split={list(layer_split)}"
     if len(layer_split) != num_stages:
         faults.append(f"{text} has {len(layer_split)} entries; give {num_stages}, one for each pipeline stage")
+    if not layer_split:
+        return faults  # that it covers no layer goes without saying
     if sum(layer_split) != num_layers:
         faults.append(f"{text} covers {sum(layer_split)} layers; its sum must be model.num_layers={num_layers}")
     for index, count in enumerate(layer_split):

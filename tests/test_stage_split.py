@@ -68,6 +68,7 @@ def test_a_split_that_was_given_is_taken() -> None:
     [
         (3, 4, None, ["model.num_layers=3 is less than the 4 pipeline stages"]),
         (4, 2, [4], ["has 1 entries; give 2"]),
+        (4, 2, [], ["pp.layer_split=[] has 0 entries; give 2"]),
         (4, 2, [2, 1], ["covers 3 layers"]),
         (4, 2, [3, 2], ["covers 5 layers"]),
         (4, 3, [2, 0, 2], ["leaves stage 1 with 0 layers"]),

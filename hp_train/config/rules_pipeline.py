@@ -44,15 +44,17 @@ def _schedule(config: TrainerConfig) -> Iterator[str]:
         name = normalize_pp_schedule(schedule)
     except ValueError:
         near = did_you_mean([nearest(schedule, PP_SCHEDULES)])
-        yield f"pp.schedule={schedule} is no schedule{near}; use {', '.join(PP_SCHEDULES)}"
+        choices = f"{', '.join(PP_SCHEDULES)} or {SCHEDULE_FILE_PREFIX}PATH"
+        yield f"pp.schedule={schedule} is no schedule{near}; use {choices}"
         return
     if name.startswith(SCHEDULE_FILE_PREFIX):
         from hp_train.schedule import load_schedule  # only a person's own schedule pays for the reader
 
+        path = name.removeprefix(SCHEDULE_FILE_PREFIX)
         try:
-            load_schedule(name.removeprefix(SCHEDULE_FILE_PREFIX))
+            load_schedule(path)
         except ScheduleError as error:
-            yield from (f"pp.schedule={schedule}: {message}" for message in error.messages)
+            yield from (f"pp.schedule={schedule}: {message.removeprefix(f'{path}: ')}" for message in error.messages)
 
 
 def _sizes(config: TrainerConfig) -> Iterator[str]:
@@ -91,7 +93,17 @@ def _layers(config: TrainerConfig) -> Iterator[str]:
     if stages_per_rank > 1:
         cut += f" x pp.stages_per_rank={stages_per_rank}"
     for fault in split_faults(config.model.num_layers, num_stages, config.pp.layer_split):
-        yield f"{fault} ({cut})"
+        yield f"{fault} ({cut}){_fewer_stages(config, stages_per_rank)}"
+
+
+def _fewer_stages(config: TrainerConfig, stages_per_rank: int) -> str:
+    """What would work where an even split has more stages than layers."""
+    num_layers, num_stages = config.model.num_layers, config.accelerator.pp_size * stages_per_rank
+    if config.pp.layer_split is not None or num_layers >= num_stages:
+        return ""
+    # A pipeline of one rank is none, and has no stages to fill.
+    most = max(num_layers // stages_per_rank, 1)
+    return f"; use accelerator.pp_size of at most {most} or model.num_layers of at least {num_stages}"
 
 
 def _splits_backward(config: TrainerConfig) -> Iterator[str]:

@@ -115,9 +115,9 @@ class PpSection:
     overlap: str = choice("none", "none", "f_b", "b_f")
     """Pair a forward with a neighbouring backward into one step, in the order named. Text; default none; none, f_b,
     b_f."""
-    swap_min_gap: Optional[int] = number(None, 0, MAX_COUNT, also=(None,))
+    swap_min_gap: Optional[int] = number(None, 2, MAX_COUNT, also=(None,))
     """Move activations to host memory when at least so many compute steps lie between forward and backward; null never.
-    Integer, steps; default null; 0 to 1e+09 or null."""
+    Integer, steps; default null; 2 to 1e+09 or null."""
     data_steps: bool = False
     """Read data on the first stage's rank alone and send targets to the last stage's. Boolean; default false."""
     trace_steps: List[int] = number([], 1, MAX_COUNT)

@@ -40,7 +40,15 @@ class Leaf:
         if self.item is not None:
             return f"a list of {_PLURALS[self.item]}"
         kinds = [kind for kind in self.kinds if not (kind is str and len(self.kinds) > 1)]
-        return " or ".join(_WORDS[kind] for kind in kinds)
+        return " or ".join([*(_WORDS[kind] for kind in kinds), *self._texts()])
+
+    def _texts(self) -> list[str]:
+        """Return the texts that are valid beside numbers."""
+        return [word for word in self.bounds.also if isinstance(word, str)] if len(self.kinds) > 1 else []
+
+    def is_no_text_of_these(self, value: Any) -> bool:
+        """Say whether `value` is a text where only some texts are valid, beside numbers, and is none of them."""
+        return isinstance(value, str) and bool(self._texts()) and value not in self._texts()
 
     def choices(self) -> str:
         """Return the valid values in words, e.g. `; use 1 to 4096 or auto`; nothing where there is no bound."""
@@ -60,7 +68,7 @@ def misfit(leaf: Leaf, value: Any) -> str | None:
         return f"is not {leaf.expects()}"
     if leaf.bounds.choices and any(value == choice and type(value) is type(choice) for choice in leaf.bounds.choices):
         return None
-    if any(_is_a(value, kind) for kind in leaf.kinds):
+    if any(_is_a(value, kind) for kind in leaf.kinds) and not leaf.is_no_text_of_these(value):
         return None
     if leaf.kinds == (str,) and not leaf.bounds.choices and type(value) in (int, float):
         return None  # a name that looks like a number

@@ -8,6 +8,7 @@ from hp_train.config.help_text import field_documents
 from hp_train.config.schema import TrainerConfig
 from hp_train.config.schema_tree import GROUPS, LEAVES, SECTIONS, Leaf, misfit, spell
 from hp_train.config.validate import check_config
+from hp_train.schedule.residency import MIN_SWAP_GAP
 
 NAMES = {
     "trainer": "max_steps,global_batch_size,micro_batch_size,seq_len,seed,device,precision,compile,deterministic,"
@@ -44,6 +45,16 @@ def test_docstring_says_default_and_bounds(leaf: Leaf) -> None:
     assert f"; default {default}" in text
     if leaf.bounds.describe():
         assert text.endswith(f"; {leaf.bounds.describe()}.")
+
+
+def test_a_swap_gap_is_bounded_as_the_schedule_needs_it() -> None:
+    assert LEAVES["pp.swap_min_gap"].bounds.low == MIN_SWAP_GAP
+
+
+def test_text_that_is_not_the_word_beside_the_numbers_is_no_number() -> None:
+    leaf = LEAVES["launcher.nproc_per_node"]
+    assert misfit(leaf, "abc") == "is not an integer or auto"
+    assert misfit(leaf, "auto") is None and misfit(leaf, 4) is None
 
 
 @pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
