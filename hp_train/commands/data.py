@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="byte|FILE.json",
         help="bytes, or a tokenizer.json of the tokenizers library",
     )
-    prepare.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to make; must not exist yet")
+    prepare.add_argument("--out", required=True, metavar="DIR", help="folder to make; must not exist yet")
     prepare.add_argument(
         "--field", default="text", metavar="NAME", help="field of a JSONL line that holds the text (text)"
     )
@@ -58,16 +58,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do what the parsed `args` ask and print a summary. Raises ConfigError, one line for each fault."""
-    from hp_train.data.prepare import prepare  # numpy: not needed to print the help
+    from hp_train.data.prepare import check_arguments, prepare  # numpy: not needed to print the help
 
-    faults = _option_faults(args)
+    faults, out = _option_faults(args), Path(args.out)
     if faults:
+        try:
+            check_arguments(args.inputs, out, args.tokenizer, eos=args.eos, eos_token=args.eos_token)
+        except ConfigError as error:
+            faults.extend(message for message in error.messages if not message.startswith("--out") or out.name)
         raise ConfigError(*faults)
     started = time.monotonic()
     with _progress() as report:
         prepared = prepare(
             args.inputs,
-            args.out,
+            out,
             args.tokenizer,
             field=args.field,
             separator=args.separator,
@@ -79,11 +83,11 @@ def run(args: argparse.Namespace) -> int:
     index = prepared.index
     left_out = f" ({prepared.num_empty_documents:,} without text left out)" if prepared.num_empty_documents else ""
     print(
-        f"{args.out}: {index.num_documents:,} documents{left_out}, {index.num_tokens:,} tokens as {index.dtype}, "
+        f"{out}: {index.num_documents:,} documents{left_out}, {index.num_tokens:,} tokens as {index.dtype}, "
         f"vocabulary {index.vocabulary.size:,} ({index.vocabulary.tokenizer}), {time.monotonic() - started:.1f} s"
     )
     print(
-        f"train on it: hp-train recipe=llama_fsdp_pp data=tokens data.path={shlex.quote(str(args.out))} "
+        f"train on it: hp-train recipe=llama_fsdp_pp data=tokens data.path={shlex.quote(str(out))} "
         f"model.vocab_size={index.vocabulary.size}"
     )
     return ExitCode.DONE
@@ -99,7 +103,9 @@ def _option_faults(args: argparse.Namespace) -> list[str]:
         faults.append(f"--eos-token {args.eos_token} has no effect with --no-eos; leave one of them out")
     if not args.field:
         faults.append("--field is empty; name the field that holds the text")
-    if not args.out.name:
+    if not args.out:
+        faults.append("--out is empty; name a new folder")
+    elif not Path(args.out).name:
         faults.append(f"--out {args.out} is not the name of a new folder")
     return faults
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 from hp_train.data.reading import Encoded, InputFile, Task, encode_task, find_inputs
 from hp_train.data.token_folder import TokenIndex
 from hp_train.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
-from hp_train.data.writer import TokenFolderWriter, token_dtype
+from hp_train.data.writer import TokenFolderWriter, refuse_taken, token_dtype
 from hp_train.errors import ConfigError, HpTrainError
 
 _TASKS_PER_WORKER = 3  # one at work, one waiting, one being written
@@ -68,9 +68,8 @@ def prepare(
     Raises ConfigError for bad inputs and options; then, and if the process dies, there is no folder `out`.
     """
     assert num_workers >= 1
-    tokenizer = open_tokenizer(tokenizer_name)
-    eos_id = _end_of_document(tokenizer, tokenizer_name, eos_token) if eos else None
-    reader = _Reader([InputFile(path) for path in find_inputs(inputs)])
+    tokenizer, eos_id, paths = check_arguments(inputs, out, tokenizer_name, eos=eos, eos_token=eos_token)
+    reader = _Reader([InputFile(path) for path in paths])
     bytes_only = isinstance(tokenizer, ByteTokenizer)
     highest_id = max(255 if bytes_only else tokenizer.vocabulary.size - 1, eos_id or 0)
     encoded = _encode_all(reader.tasks(field, separator), tokenizer, tokenizer_name, num_workers)
@@ -82,6 +81,36 @@ def prepare(
             raise ConfigError(f"the inputs hold no text: {len(reader.files)} files, {reader.total_bytes:,} bytes")
         index = writer.finish(tokenizer.vocabulary, reader.sources(), None if bytes_only else Path(tokenizer_name))
     return Prepared(index, writer.num_empty_documents)
+
+
+def check_arguments(
+    inputs: Sequence[str | Path], out: Path, tokenizer_name: str, *, eos: bool = True, eos_token: str | None = None
+) -> tuple[ByteTokenizer | FileTokenizer, int | None, list[Path]]:
+    """The tokenizer, the id of its end-of-document token and the input files that `prepare` will read.
+
+    Raises ConfigError with every fault of these arguments, in the order: tokenizer, inputs, out.
+    """
+    faults: list[str] = []
+    tokenizer, eos_id, paths = None, None, []
+    with _collected(faults):
+        tokenizer = open_tokenizer(tokenizer_name)
+        eos_id = _end_of_document(tokenizer, tokenizer_name, eos_token) if eos else None
+    with _collected(faults):
+        paths = find_inputs(inputs)
+    with _collected(faults):
+        refuse_taken(out)
+    if faults:
+        raise ConfigError(*faults)
+    assert tokenizer is not None
+    return tokenizer, eos_id, paths
+
+
+@contextmanager
+def _collected(faults: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        faults.extend(error.messages)
 
 
 class _Reader:

@@ -144,7 +144,9 @@ def find_inputs(inputs: Sequence[str | Path]) -> list[Path]:
     faults: list[str] = []
     for name in inputs:
         path = Path(name)
-        if path.is_dir():
+        if name == "":  # as a path it would be the folder that the command is run in
+            faults.append("an INPUT is empty; name a file or a folder")
+        elif path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES))
             found += inside
             if not inside:
@@ -192,14 +194,14 @@ def _parse_lines(task: Task, field: str) -> Iterator[str]:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not JSON ({error})") from None
         if not isinstance(document, dict):
-            raise ConfigError(f"{where}: not a JSON object but a {type(document).__name__}")
+            raise ConfigError(f"{where}: not a JSON object but {_type_of(document)}")
         if field not in document:
             raise ConfigError(
                 f"{where}: no field {field!r}; it has {', '.join(map(repr, document)) or 'none'}; use --field"
             )
         text = document[field]
         if not isinstance(text, str):
-            raise ConfigError(f"{where}: field {field!r} is not text but a {type(text).__name__}")
+            raise ConfigError(f"{where}: field {field!r} is not text but {_type_of(text)}")
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -207,6 +209,11 @@ def _parse_lines(task: Task, field: str) -> Iterator[str]:
                 f"{where}: field {field!r} holds half of a surrogate pair, which is no character"
             ) from None
         yield text
+
+
+def _type_of(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _without_mark(stream: BinaryIO | _Hashed) -> Iterator[bytes]:

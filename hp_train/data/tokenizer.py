@@ -50,6 +50,8 @@ class FileTokenizer:
     """A tokenizer read from a tokenizer.json. Raises ConfigError if the file cannot be read or is none."""
 
     def __init__(self, path: str) -> None:
+        if not path:
+            raise ConfigError("--tokenizer is empty; use byte or a tokenizer.json")
         import tokenizers  # 30 ms, and not needed for bytes
 
         try:

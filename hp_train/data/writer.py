@@ -54,7 +54,7 @@ class TokenFolderWriter:
         self._max_token_id = 0
 
     def __enter__(self) -> TokenFolderWriter:
-        _refuse_taken(self._out)
+        refuse_taken(self._out)
         parent = self._out.parent
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ class TokenFolderWriter:
         try:
             self._folder.rename(self._out)
         except OSError:
-            _refuse_taken(self._out)  # made by somebody else meanwhile
+            refuse_taken(self._out)  # made by somebody else meanwhile
             raise
         _sync(self._out.parent)
 
@@ -176,7 +176,8 @@ def _offset_bytes(offsets: NDArray[np.int64]) -> bytes:
     return data
 
 
-def _refuse_taken(out: Path) -> None:
+def refuse_taken(out: Path) -> None:
+    """Raise ConfigError if there is something at `out` other than an empty folder."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"--out {out} exists already; choose another folder or remove it")
 

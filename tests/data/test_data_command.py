@@ -90,6 +90,32 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
+@pytest.mark.parametrize(
+    ("words", "complaints"),
+    [
+        (
+            "prepare gone.txt lost.txt --tokenizer no.json --out a.txt --workers 0",
+            ["--workers 0", "--tokenizer no.json cannot", "gone.txt does not", "lost.txt does not", "--out a.txt"],
+        ),
+        ("prepare @ --tokenizer @ --out @", ["--out is empty", "--tokenizer is empty", "an INPUT is empty"]),
+        ("prepare a.txt gone.txt --tokenizer byte --out a.txt", ["gone.txt does not", "--out a.txt exists already"]),
+    ],
+)
+def test_all_mistakes_are_told_at_once(
+    words: str,
+    complaints: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("text")
+    assert typed(monkeypatch, *("" if word == "@" else word for word in words.split())) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(complaints)
+    assert all(said in line for said, line in zip(complaints, lines, strict=True)), lines
+
+
 def test_without_a_terminal_a_line_comes_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -169,7 +169,7 @@ BAD_INPUTS = {
         b'{"text": "a"}\n\n{"body": "b", "id": 1}\n',
         "in.jsonl:3: no field 'text'; it has 'body', 'id'; use --field",
     ),
-    "field not text": (b'{"text": 5}\n', "in.jsonl:1: field 'text' is not text but a int"),
+    "field not text": (b'{"text": 5}\n', "in.jsonl:1: field 'text' is not text but an int"),
     "half a character": (b'{"text": "\\ud800"}\n', "in.jsonl:1: field 'text' holds half of a surrogate pair"),
     "not UTF-8": (b'{"text": "a"}\n{"text": "b"}\n{"text": "\xff"}\n', "in.jsonl:3: not UTF-8 text (byte 0xff)"),
     "nested too deep": (b"[" * 200_000, "in.jsonl:1: not JSON"),
