@@ -46,14 +46,23 @@ def _dispatch(arguments: list[str], argv: list[str]) -> int:
         return _train(arguments, argv)
     if first not in _VERBS:
         near = did_you_mean([nearest(first, _VERBS)])
-        raise ConfigError(f"{first} is no verb{near}; use {', '.join(_VERBS)}, recipe=NAME or key=value")
+        shown = first if first.strip() else repr(first)
+        raise ConfigError(f"{shown} is no verb{near}; use {', '.join(_VERBS)}, recipe=NAME or key=value")
     if first == "train":
         return _train(arguments[1:], argv)
     command = _command(first)
     parser = _Parser(prog=f"hp-train {first}", description=(command.__doc__ or "").splitlines()[0])
     command.add_arguments(parser)
     args = parser.parse_args(arguments[1:])
+    _refuse_empty(parser, args)
     return command.run(args, argv) if first == "resume" else command.run(args)
+
+
+def _refuse_empty(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """An empty path would stand for the folder that the command is run in, which nobody named."""
+    for action in parser._actions:
+        if not action.option_strings and getattr(args, action.dest, None) == "":
+            raise ConfigError(f"{action.metavar} is empty; usage: {' '.join(parser.format_usage().split()[1:])}")
 
 
 def _command(name: str) -> Callable:

@@ -94,7 +94,8 @@ def test_what_is_no_step_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(0, T.FWD, None), (None, T.FWD, 0), (10**9, T.FWD, 0), (0, T.FWD, 10**9), (-1, T.FWD, 0), (True, T.FWD, 0), (0.0, T.FWD, 0), (0, "F", 0),
+    [(0, T.FWD, None), (None, T.FWD, 0), (10**9, T.FWD, 0), (0, T.FWD, 10**9),
+     (-1, T.FWD, 0), (True, T.FWD, 0), (0.0, T.FWD, 0), (0, "F", 0),
      (3, T.FSDP_UNSHARD, 0), (0, T.FWD, 0, (MetaStep(0, T.BWD, 0),)), (0, T.OVERLAP_F_B, 0),
      (None, T.OVERLAP_F_B, None, None), (None, T.BATCH_SEND_RECV, None, ()),
      (0, T.BWD, 0, None, (MetaStep(0, T.FWD_SEND, 0),)),
