@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from hp_train.checkpoint.fit import checkpoint_misfits
 from hp_train.commands.train import job_faults, warn
 from hp_train.config.compose import Composition, change, examine
 from hp_train.config.override_check import is_group_override
@@ -42,6 +43,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise ConfigError(*standing)
     job = changed(run_dir, args.overrides, args.config_dir)
     found = [*_elsewhere(run_dir, job.config, args.overrides), *job_faults(job, run_dir)]
+    if not found:
+        found = checkpoint_misfits(run_dir / "checkpoints", job.config.model, job.config.optimizer.name)
     if found:
         raise ConfigError(*found)
     warn(job.config)
