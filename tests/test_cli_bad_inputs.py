@@ -479,7 +479,7 @@ MACHINE = [
 AT_ONCE = [
     case(
         "all at once",
-        f"{RECIPE} {CPU} trainer.max_stepz=5 optimizer.lr=fast trainer.seed=-1 fsdp.dp_mode=x model.num_heads=3 "
+        f"{RECIPE} {CPU} trainer.max_stepz=5 optimizer.lr=fast trainer.seed=-1 fsdp.dp_mode=x model.num_heads=5 "
         "pp.layer_split=[4] metrics.wandb=true +x=1 ~pp trainer.run_dir=/proc/run",
         ("unknown key trainer.max_stepz",),
         ("optimizer.lr=fast",),
@@ -487,7 +487,7 @@ AT_ONCE = [
         ("~pp",),
         ("trainer.seed=-1",),
         ("fsdp.dp_mode=x",),
-        ("model.num_heads=3",),
+        ("model.num_heads=5",),
         ("model.num_kv_heads=4",),
         ("metrics.wandb=true",),
     ),
