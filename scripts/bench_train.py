@@ -38,7 +38,7 @@ ROUNDS = 4
 SETTINGS = {
     "model.dim": 192, "model.num_layers": 4, "model.num_heads": 6, "model.ffn_dim": 512, "trainer.seq_len": 128,
     "trainer.global_batch_size": 8, "trainer.micro_batch_size": 4, "trainer.max_steps": STEPS_A_ROUND,
-    "trainer.loss_chunk_tokens": 0, "trainer.device": "cpu", "checkpoint.every": 0, "optimizer.lr": 1e-3,
+    "trainer.loss_chunk_tokens": 0, "trainer.device": "cpu", "checkpoint.every": 0, "optimizer.lr": 1e-3, "fsdp.implementation": "torch",
 }  # fmt: skip
 
 
@@ -84,7 +84,9 @@ def bare_turn_s(config: TrainerConfig, rank: int, world_size: int) -> float:
         fully_shard(model)
     model.to_empty(device="cpu")
     initialize(model, config.trainer.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.optimizer.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     clock = StepClock(optimizer)
     trainer = config.trainer
     source = open_data(
