@@ -51,7 +51,7 @@ def test_a_recipe_sets_values_that_no_default_hides(here: Path) -> None:
 def test_a_recipe_builds_on_another(here: Path) -> None:
     write_recipe(here / "recipes", "defaults: [llama_hsdp, override /fsdp: ddp, _self_]\nfsdp: {dp_shard_size: 1}\n")
     config = compose(["recipe=mine"]).config
-    assert (config.fsdp.dp_mode, config.fsdp.dp_replicate_size, config.trainer.max_steps) == ("ddp", 2, 600)
+    assert (config.fsdp.dp_mode, config.fsdp.dp_replicate_size, config.trainer.max_steps) == ("ddp", 2, 560)
 
 
 @pytest.mark.parametrize("subfolder", ["", "recipe", "recipes"])
