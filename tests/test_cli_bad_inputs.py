@@ -310,7 +310,7 @@ RULES = [
     case("several machines", "launcher.nodes=2", ("launcher.nodes=2", "launcher=local")),
     case(
         "batch",
-        f"{RECIPE} {CPU} trainer.global_batch_size=18",
+        f"{RECIPE} {CPU} trainer.global_batch_size=18 trainer.micro_batch_size=2",
         ("trainer.global_batch_size=18", "trainer.micro_batch_size=2 = 4", "1, 3 or 9"),
     ),
     case(
@@ -320,12 +320,12 @@ RULES = [
     ),
     case(
         "micro-batch of the pipeline",
-        f"{RECIPE} {CPU} pp.microbatch_size=4",
+        f"{RECIPE} {CPU} trainer.micro_batch_size=2 pp.microbatch_size=4",
         ("pp.microbatch_size=4", "trainer.micro_batch_size=2"),
     ),
     case(
         "few micro-batches",
-        f"{RECIPE} {CPU} trainer.global_batch_size=4",
+        f"{RECIPE} {CPU} trainer.global_batch_size=4 trainer.micro_batch_size=2",
         ("pp.schedule=1f1b", "trainer.global_batch_size=4", "accelerator.pp_size=2", "gpipe"),
     ),
     case(
@@ -343,7 +343,7 @@ RULES = [
     case("stages", f"{RECIPE} {CPU} pp.stages_per_rank=2", ("stages_per_rank=2", "1f1b")),
     case(
         "heads",
-        "model.num_heads=3 model.num_kv_heads=3",
+        "model.dim=128 model.num_heads=3 model.num_kv_heads=3",
         ("model.num_heads=3 does not divide model.dim=128", "1, 2, 4"),
     ),
     case("odd heads", "model.dim=12 model.num_heads=4", ("3 features a head",)),
