@@ -20,6 +20,7 @@ from hp_train.config.paths import still_pinned
 from hp_train.config.schema import TrainerConfig
 from hp_train.config.schema_tree import value_at
 from hp_train.errors import ConfigError
+from hp_train.launch.find_run import find_run
 from hp_train.launch.run_dir import check_resume_dir
 from hp_train.launch.start import resume_run
 
@@ -28,16 +29,16 @@ USAGE = "hp-train resume RUN_DIR [key=value ...]"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the directory of the run to go on with")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run to go on with: its directory, last, or the end of its id")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="what is to change from now on")
     parser.add_argument("--config-dir", metavar="DIR", help="a folder with recipes and options of your own")
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Check the changed config as a new one would be, then go on. Raises ConfigError."""
-    run_dir = Path(args.run_dir).expanduser().absolute()
-    if "=" in args.run_dir and not run_dir.exists():
+    if "=" in args.run_dir and not Path(args.run_dir).expanduser().exists():
         raise ConfigError(f"resume needs a run directory before {args.run_dir}: {USAGE}")
+    run_dir = find_run(args.run_dir)
     standing = check_resume_dir(run_dir)
     if standing:
         raise ConfigError(*standing)
