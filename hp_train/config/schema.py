@@ -55,6 +55,9 @@ class TrainerSection:
     """Name of the folder under runs_root in place of the recipe's. Text; default null."""
     runs_root: Optional[str] = None
     """Folder of all runs; null is $HP_TRAIN_RUNS, else ./runs. Path; default null."""
+    resume: str = choice("never", "auto", "must", "never")
+    """When trainer.run_dir holds a run: auto goes on with it or begins it, must goes on from a checkpoint or fails, never
+    is refused. Text; default never; auto, must, never."""
 
 
 @dataclass
@@ -167,6 +170,9 @@ class ModelSection:
     """Use the embedding as the output matrix. Boolean; default false."""
     max_seq_len: int = number(2048, 1, MAX_TOKENS)
     """Longest sequence the model accepts. Integer, tokens; default 2048; 1 to 1e+08."""
+    pretrained: Optional[str] = None
+    """Hugging Face directory of a Llama (config.json, safetensors) that the run starts from: its config.json sets the
+    keys above, its weights are loaded. Path; default null."""
 
 
 @dataclass
@@ -243,8 +249,13 @@ class CheckpointSection:
     1e+06 or null."""
     keep_last: int = number(3, 1, MAX_COUNT)
     """Complete checkpoints to keep. Integer, checkpoints; default 3; 1 to 1e+09."""
+    keep_every: Optional[int] = number(None, 1, MAX_COUNT, also=(None,))
+    """Also save at multiples of this step, and keep those for good; null keeps none. Integer, steps; default null; 1 to
+    1e+09 or null."""
     async_save: bool = False
     """Write in the background while training goes on. Boolean; default false."""
+    on_failure: str = choice("warn", "warn", "stop")
+    """When a save fails (disk full, folder lost): warn and train on, or stop the run. Text; default warn; warn, stop."""
 
 
 @dataclass
@@ -260,11 +271,25 @@ class MetricsSection:
 
 
 @dataclass
+class ContainerSection:
+    """The container that a SLURM job's processes run in; SLURM's own commands stay outside."""
+
+    runtime: str = choice("none", "none", "pyxis", "apptainer")
+    """What starts it: SLURM's plugin pyxis, or apptainer. Text; default none; none, pyxis, apptainer."""
+    image: Optional[str] = None
+    """The image, as the runtime names it: a file or an address. Text; default null."""
+    mounts: List[str] = field(default_factory=list)
+    """Folders to mount besides those of run, data and code. List of texts SOURCE or SOURCE:TARGET; default []."""
+    python: str = "python3"
+    """The Python inside that torch is installed for. Path or command; default python3."""
+
+
+@dataclass
 class LauncherSection:
     """Where processes run."""
 
-    name: str = choice("local", "local")
-    """local starts processes on this machine. Text; default local; local."""
+    name: str = choice("local", "local", "slurm")
+    """local starts processes on this machine, slurm submits a job. Text; default local; local, slurm."""
     nproc_per_node: Union[int, str] = number("auto", 1, 4096, also=("auto",))
     """Processes per machine; auto is what the mesh asks for. Integer or auto, processes; default auto; 1 to 4096 or
     auto."""
@@ -272,6 +297,55 @@ class LauncherSection:
     """Machines. Integer; default 1; 1 to 100000."""
     max_restarts: int = number(0, 0, 1000)
     """Times a failed run is started again from its last checkpoint. Integer; default 0; 0 to 1000."""
+    failure_timeout: float = number(600.0, 1, 1e6)
+    """A rank that fails or hangs ends the attempt within this time; a longer step counts as hung. Number, seconds;
+    default 600.0; 1 to 1e+06."""
+    first_step_timeout: float = number(1800.0, 1, 1e6)
+    """The same until the first step is through, which builds, loads and compiles. Number, seconds; default 1800.0; 1 to
+    1e+06."""
+    health_check: Union[bool, str] = choice("auto", "auto", True, False)
+    """Measure each rank before the first step (2 s of matrix products and all-reduce); auto does on several nodes.
+    Boolean or auto; default auto; auto, true, false."""
+    account: Optional[str] = None
+    """SLURM's --account. Text; default null."""
+    partition: Optional[str] = None
+    """SLURM's --partition; null is the cluster's default. Text; default null."""
+    qos: Optional[str] = None
+    """SLURM's --qos. Text; default null."""
+    constraint: Optional[str] = None
+    """SLURM's --constraint: features that nodes must have. Text; default null."""
+    exclude: Optional[str] = None
+    """SLURM's --exclude: nodes not to use. Text, node list; default null."""
+    array: Optional[str] = None
+    """Task numbers of a job array, one run each, e.g. 0-3%2; $SLURM_ARRAY_TASK_ID may stand in the config. Text; default
+    null."""
+    dependency: Optional[str] = None
+    """SLURM's --dependency of the first submission, e.g. afterok:4711. Text; default null."""
+    modules: List[str] = field(default_factory=list)
+    """Environment modules to load in the job. List of texts; default []."""
+    env: List[str] = field(default_factory=list)
+    """Environment variables to set in the job. List of texts NAME=VALUE; default []."""
+    extra_lines: List[str] = field(default_factory=list)
+    """Lines for the job script as they are: #SBATCH lines go to its head, shell commands before the launch. List of texts;
+    default []."""
+    time: Optional[str] = None
+    """Time limit of the job; null is the partition's. Duration such as 90m, 12h, 24:00:00, 1-00:00:00; default null."""
+    cpus_per_node: Optional[int] = number(None, 1, 100_000, also=(None,))
+    """Cores to ask for on each node; null takes whole nodes. Integer, cores; default null; 1 to 100000 or null."""
+    gpu_request: str = "gpus_per_node"
+    """How GPUs are asked for: gpus_per_node, gres, or none; a type may follow a colon (gres:h100). Text; default
+    gpus_per_node."""
+    signal_lead: str = "2m"
+    """How long before the time limit a job is told to save and end. Duration; default 2m."""
+    max_requeues: int = number(100, 0, MAX_COUNT)
+    """Times a job goes on after its first start, however it ended. Integer; default 100; 0 to 1e+09."""
+    continue_by: str = choice("auto", "auto", "requeue", "resubmit", "none")
+    """How a job that was stopped or failed goes on; auto requeues, and resubmits where requeueing is forbidden. Text;
+    default auto; auto, requeue, resubmit, none."""
+    snapshot: bool = True
+    """Run from a copy of the code that is made in the run directory at submission. Boolean; default true."""
+    container: Optional[ContainerSection] = None
+    """The container to run in; null is none. Group; default null."""
 
 
 @dataclass

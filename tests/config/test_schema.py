@@ -24,7 +24,9 @@ NAMES = {
     "activation_checkpoint": "mode,every",
     "checkpoint": "every,every_minutes,keep_last,async_save",
     "metrics": "tensorboard,wandb,profile_steps",
-    "launcher": "name,nproc_per_node,nodes,max_restarts",
+    "launcher": "name,nproc_per_node,nodes,max_restarts,account,partition,qos,constraint,exclude,array,dependency,modules,env,"
+    "extra_lines,time,cpus_per_node,gpu_request,signal_lead,max_requeues,continue_by,snapshot",
+    "launcher.container": "runtime,image,mounts,python",
 }
 """The names that users' recipes and command lines rely on: none of them may go."""
 
@@ -78,8 +80,11 @@ def test_bounds_hold_at_both_ends(leaf: Leaf) -> None:
 @pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
 def test_a_value_of_another_type_is_one_fault(leaf: Leaf) -> None:
     config = TrainerConfig()
-    if leaf.section == "model.rope_scaling":
-        config.model.rope_scaling = SECTIONS[leaf.section]()
+    owner = config
+    for name in leaf.section.split("."):
+        if getattr(owner, name) is None:
+            setattr(owner, name, SECTIONS[leaf.section]())
+        owner = getattr(owner, name)
     owner = config
     for name in leaf.section.split("."):
         owner = getattr(owner, name)
