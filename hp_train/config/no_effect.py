@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hp_train.config.rules_slurm import SLURM_KEYS, container_of
 from hp_train.config.schema import TrainerConfig
 from hp_train.config.schema_tree import LEAVES, spell, value_at
-
 
 _PP_OPTIONS = ("overlap", "swap_min_gap", "data_steps", "trace_steps")
 
@@ -26,6 +26,7 @@ def _idle(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield keys that nothing reads in this run, and why."""
     yield from _idle_in_mesh(config)
     yield from _idle_in_loop(config)
+    yield from _idle_in_launcher(config)
     trainer, data = config.trainer, config.data
     if data.name != "tokens":
         yield ("data.path", "data.val_path"), f"data={data.name} reads no folder"
@@ -61,6 +62,20 @@ def _idle_in_loop(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]
         yield ("activation_checkpoint.every",), "activation_checkpoint.mode=none recomputes nothing"
     if config.checkpoint.every == 0:
         yield ("checkpoint.every_minutes",), "checkpoint.every=0 saves only when a signal stops the run"
+
+
+def _idle_in_launcher(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    launcher = config.launcher
+    if launcher.name == "local":
+        yield SLURM_KEYS, "launcher=local submits no job"
+    elif launcher.continue_by == "none":
+        yield ("launcher.max_requeues",), "launcher.continue_by=none never goes on by itself"
+    if launcher.container is not None:
+        if launcher.name == "local":
+            yield ("launcher.container.runtime",), "launcher=local starts no container"
+        elif container_of(config).runtime == "none":
+            idle = ("launcher.container.image", "launcher.container.mounts", "launcher.container.python")
+            yield idle, "launcher.container.runtime=none starts no container"
 
 
 def _never_reached(config: TrainerConfig) -> Iterator[str]:

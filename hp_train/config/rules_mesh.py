@@ -58,7 +58,10 @@ def _mode(config: TrainerConfig) -> Iterator[str]:
 
 def _nodes(config: TrainerConfig) -> Iterator[str]:
     if config.launcher.name == "local" and config.launcher.nodes > 1:
-        yield f"launcher.nodes={config.launcher.nodes}: launcher=local starts processes on this machine only; use 1"
+        yield (
+            f"launcher.nodes={config.launcher.nodes}: launcher=local starts processes on this machine only; use 1, or "
+            "launcher=slurm"
+        )
 
 
 def _product(config: TrainerConfig) -> Iterator[str]:
@@ -71,11 +74,16 @@ def _product(config: TrainerConfig) -> Iterator[str]:
     product = 1
     for size in sizes:
         product *= max(size, 1)
+    nodes = config.launcher.nodes
     text = f"launcher.nproc_per_node={config.launcher.nproc_per_node}"
+    if nodes > 1:
+        text = f"launcher.nodes={nodes} x {text} = {asked}"
     mesh = f"{' x '.join(factors)} = {product}" if factors else "1"
     if fsdp.dp_shard_size == -1:
         if asked % product:
             yield f"{text} is not a multiple of the mesh {mesh}; use a multiple of {product}, or auto"
+    elif asked != product and nodes > 1:
+        yield f"{text} is not the mesh {mesh}; the two must be equal, or fsdp.dp_shard_size=-1 takes all"
     elif asked != product:
         yield f"{text} is not the mesh {mesh}; use {product}, or auto, or fsdp.dp_shard_size=-1 to take all"
 

@@ -10,7 +10,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from hp_train.config import no_effect, rules_batch, rules_data, rules_mesh, rules_model, rules_pipeline, rules_run
+from hp_train.config import (
+    no_effect,
+    rules_batch,
+    rules_data,
+    rules_mesh,
+    rules_model,
+    rules_pipeline,
+    rules_run,
+    rules_slurm,
+)  # fmt: skip
 from hp_train.config.faults import Fault, is_unknown
 from hp_train.config.schema import TrainerConfig
 from hp_train.config.schema_tree import LEAVES, OPTIONAL_SECTIONS, Leaf, misfit, spell, value_at
@@ -18,7 +27,7 @@ from hp_train.errors import ConfigError
 
 RULES = (
     *rules_mesh.RULES, *rules_batch.RULES, *rules_pipeline.RULES, *rules_model.RULES, *rules_data.RULES,
-    *rules_run.RULES,
+    *rules_run.RULES, *rules_slurm.RULES,
 )  # fmt: skip
 
 
@@ -72,7 +81,7 @@ def _check_field(leaf: Leaf, value: object) -> Fault | None:
     wrong = misfit(leaf, value)
     if wrong is not None:
         return Fault(f"{leaf.key}={spell(value)} {wrong}{leaf.choices()}", (leaf.key,))
-    items = value if leaf.item is not None and isinstance(value, list) else [value]
+    items = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
     for item in items:
         if not leaf.bounds.contain(item):
             what = f"{leaf.key}={spell(value)}"
