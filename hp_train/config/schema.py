@@ -58,9 +58,6 @@ class TrainerSection:
     resume: str = choice("never", "auto", "must", "never")
     """When trainer.run_dir holds a run: auto goes on with it or begins it, must goes on from a checkpoint or fails, never
     is refused. Text; default never; auto, must, never."""
-    resume: str = choice("never", "auto", "must", "never")
-    """When trainer.run_dir holds a run: auto goes on with it or begins it, must goes on from a checkpoint or fails, never
-    is refused. Text; default never; auto, must, never."""
 
 
 @dataclass
@@ -255,13 +252,8 @@ class CheckpointSection:
     keep_every: Optional[int] = number(None, 1, MAX_COUNT, also=(None,))
     """Also save at multiples of this step, and keep those for good; null keeps none. Integer, steps; default null; 1 to
     1e+09 or null."""
-    keep_every: Optional[int] = number(None, 1, MAX_COUNT, also=(None,))
-    """Also save at multiples of this step, and keep those for good; null keeps none. Integer, steps; default null; 1 to
-    1e+09 or null."""
     async_save: bool = False
     """Write in the background while training goes on. Boolean; default false."""
-    on_failure: str = choice("warn", "warn", "stop")
-    """When a save fails (disk full, folder lost): warn and train on, or stop the run. Text; default warn; warn, stop."""
     on_failure: str = choice("warn", "warn", "stop")
     """When a save fails (disk full, folder lost): warn and train on, or stop the run. Text; default warn; warn, stop."""
 
@@ -305,15 +297,6 @@ class LauncherSection:
     """Machines. Integer; default 1; 1 to 100000."""
     max_restarts: int = number(0, 0, 1000)
     """Times a failed run is started again from its last checkpoint. Integer; default 0; 0 to 1000."""
-    failure_timeout: float = number(600.0, 1, 1e6)
-    """A rank that fails or hangs ends the attempt within this time; a longer step counts as hung. Number, seconds;
-    default 600.0; 1 to 1e+06."""
-    first_step_timeout: float = number(1800.0, 1, 1e6)
-    """The same until the first step is through, which builds, loads and compiles. Number, seconds; default 1800.0; 1 to
-    1e+06."""
-    health_check: Union[bool, str] = choice("auto", "auto", True, False)
-    """Measure each rank before the first step (2 s of matrix products and all-reduce); auto does on several nodes.
-    Boolean or auto; default auto; auto, true, false."""
     failure_timeout: float = number(600.0, 1, 1e6)
     """A rank that fails or hangs ends the attempt within this time; a longer step counts as hung. Number, seconds;
     default 600.0; 1 to 1e+06."""
