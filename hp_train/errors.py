@@ -42,10 +42,18 @@ class ScheduleError(ConfigError):
 
 
 class DivergedError(HpTrainError):
-    """Loss or gradient norm is not finite; raised before the optimizer step."""
+    """The loss is beyond hope: more steps, or the same again, would not help."""
 
     exit_code = ExitCode.DIVERGED
 
 
+class NonFiniteError(DivergedError):
+    """Loss or gradient norm is nan or infinite; raised before the optimizer step."""
+
+
 class CheckpointError(HpTrainError):
     """A checkpoint could not be written, or one that was asked for cannot be read."""
+
+
+class SupersededError(HpTrainError):
+    """A newer attempt has taken over the run directory; whoever sees this stops without writing."""

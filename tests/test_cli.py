@@ -223,7 +223,7 @@ def test_a_finished_run_says_so(tmp_path: Path) -> None:
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(saved_config("{max_steps: 3, device: cpu}"))
     (run_dir / "overrides.yaml").write_text("recipe: ''\noverrides: []\n")
-    outcome = {"state": "done", "attempt": 1, "step": 3, "exit_code": 0, "message": ""}
+    outcome = {"cause": "done", "attempt": 1, "step": 3, "exit_code": 0}
     (run_dir / "outcome.json").write_text(json.dumps(outcome))
     before = sorted(os.listdir(run_dir))
     done = hp_train("resume", "run", cwd=tmp_path)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
@@ -33,12 +34,25 @@ class RunAgent(LocalElasticAgent):
         *,
         on_failure: Callable[[list[DeadWorker]], None],
         on_start: Callable[[], None],
+        must_end: Callable[[], bool] = lambda: False,
+        has_ended: Callable[[int], bool] = lambda local_rank: True,
     ) -> None:
-        """`on_failure` is told the dead before any other worker is ended, `on_start` that all are running."""
+        """Take who is asked and told, all in the thread that runs the agent.
+
+        `on_failure` is told the dead before any other worker is ended, `on_start` that all are running. `must_end` is
+        asked ten times a second whether the workers are to be killed; `has_ended` whether a worker that exited with
+        status 0 had come to its end.
+        """
         assert spec.max_restarts == 0, "the launcher restarts, not the agent"
         super().__init__(spec, logs_specs)
         self._on_failure = on_failure
         self._on_start = on_start
+        self._must_end = must_end
+        self._has_ended = has_ended
+
+    def ranks(self) -> dict[int, int]:
+        """Return local rank -> rank in the job of this machine's workers; empty before the rendezvous."""
+        return {worker.local_rank: worker.global_rank for worker in self._worker_group.workers if worker.global_rank >= 0}
 
     def worker_pids(self) -> dict[int, int]:
         """Return local rank -> pid of the workers that have not ended yet; empty before the start."""
@@ -62,33 +76,54 @@ class RunAgent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        dead = self._find_dead()
+        # torch's own look reaps who has ended and ends the others on a failure: it comes last, when no worker is left
+        # or all is known.
+        statuses = self._statuses()
+        dead = self._who_died(statuses)
         if dead:
             self._on_failure(dead)
-            for worker in dead:  # a zombie still holds its pid, so its group is surely its own
-                _kill_group(self.worker_pids()[worker.rank])
-            assert self._pcontext is not None
-            self._pcontext.close(signal.SIGTERM, timeout=KILL_AFTER_S)
+            self._end_broken_group(statuses)
+        elif self._must_end():
+            self.kill_workers()
+        elif None in statuses.values():
+            return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
+
+    def _end_broken_group(self, statuses: dict[int, int | None]) -> None:
+        assert self._pcontext is not None
+        for local_rank, status in statuses.items():
+            if status is not None:  # a zombie still holds its pid, so its group is surely its own
+                _kill_group(self._pcontext.subprocess_handlers[local_rank].proc.pid)
+        self._pcontext.close(signal.SIGTERM, timeout=KILL_AFTER_S)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = KILL_AFTER_S) -> None:
         if self._pcontext is not None:
             self._pcontext.close(death_sig, min(timeout, KILL_AFTER_S))
         self.kill_workers()  # what a worker left behind in its group
 
-    def _find_dead(self) -> list[DeadWorker]:
-        """Return the workers that ended badly, without reaping them: torch's agent must find them too."""
-        dead = []
-        for local_rank, pid in self.worker_pids().items():
-            try:
-                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                continue  # reaped by torch's agent, which does so at once only to those that ended well
-            if ended is None or (ended.si_code == os.CLD_EXITED and ended.si_status == 0):
-                continue
-            status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-            dead.append(DeadWorker(local_rank, status, time.time_ns()))
-        return dead
+    def _statuses(self) -> dict[int, int | None]:
+        """Return local rank -> how the worker ended, None while it runs."""
+        handlers = {} if self._pcontext is None else self._pcontext.subprocess_handlers
+        return {local_rank: _status_of(handler.proc) for local_rank, handler in handlers.items()}
+
+    def _who_died(self, statuses: dict[int, int | None]) -> list[DeadWorker]:
+        """Return the workers that ended badly; with status 0 before the end of the run is as bad as any."""
+        ranks, now = self.ranks(), time.time_ns()
+        return [
+            DeadWorker(ranks[local_rank], status, now)
+            for local_rank, status in statuses.items()
+            if status is not None and (status != 0 or not self._has_ended(local_rank))
+        ]
+
+
+def _status_of(process: subprocess.Popen) -> int | None:
+    """Return how a process ended, the negative of its signal if one killed it; None while it runs. It is not reaped."""
+    if process.returncode is not None:
+        return process.returncode
+    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 class RankLogs(LogsSpecs):

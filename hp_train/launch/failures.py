@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hp_train.launch.files import read_json, write_json
 from hp_train.launch.run_dir import attempt_dir, rank_dir
 from hp_train.topology import MeshSizes, coordinates_of
+from hp_train.training.progress import Note
 
 FAILED_MARK = "FAILED"  # in the attempt's folder: written before the launcher ends the other workers
 _TAIL_LINES = 20
-_MOST_RANKS_LISTED = 16
+MOST_RANKS_LISTED = 16
 
 # What gloo, NCCL, TCPStore and sockets say when the other side is gone or does not answer.
 _COMMUNICATION = re.compile(
@@ -29,7 +31,8 @@ _COMMUNICATION = re.compile(
     r"watchdog caught collective|should dump",
     re.IGNORECASE,
 )
-_COMMUNICATION_TYPES = {"DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError", "EOFError"}
+HUNG_IN_COMMUNICATION = "HungConnection"  # all ranks wait at the same place
+_COMMUNICATION_TYPES = {HUNG_IN_COMMUNICATION, "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError", "EOFError"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,19 @@ class Failure:
     notes: tuple[str, ...] = ()  # lines to print below the message: memory by kind and what would help
     signal_number: int = 0  # 0: not killed by a signal
     exit_code: int = 1  # of the command, if this is the cause
+
+    @property
+    def was_killed(self) -> bool:
+        """Say whether the process was killed from outside, without a chance to give an account."""
+        return self.signal_number == signal.SIGKILL
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Say whether memory, of the device or the machine, ran out."""
+        if self.type in ("OutOfMemoryError", "MemoryError"):
+            return True
+        text = self.message.lower()
+        return self.type == "RuntimeError" and ("out of memory" in text or "can't allocate memory" in text)
 
     @property
     def is_communication(self) -> bool:
@@ -82,9 +98,12 @@ class DeadWorker:
 
 
 def collect_failures(
-    run_dir: Path, attempt: int, sizes: MeshSizes, dead: list[DeadWorker], step: int
+    run_dir: Path, attempt: int, sizes: MeshSizes, dead: list[DeadWorker], notes: Mapping[int, Note | None]
 ) -> list[Failure]:
-    """Return the end of every rank that failed: its own account, else what the launcher saw of it in `step`."""
+    """Return the end of every rank that failed: its own account, else what the launcher saw of it.
+
+    `notes` says what each rank was doing, as far as it is known here.
+    """
     seen = {worker.rank: worker for worker in dead}
     failures = []
     for rank in range(sizes.world_size):
@@ -92,7 +111,10 @@ def collect_failures(
         failure = read_failure(folder)
         if failure is None and rank in seen:
             where = coordinates_of(rank, sizes).describe()
-            failure = replace(_speak_for(seen[rank], folder), coordinates=where, step=step)
+            failure = replace(_speak_for(seen[rank], folder), coordinates=where)
+            note = notes.get(rank)
+            if note is not None:
+                failure = replace(failure, step=note.step, phase=str(note.phase))
         if failure is not None:
             failures.append(failure)
     return failures
@@ -101,7 +123,8 @@ def collect_failures(
 def _speak_for(worker: DeadWorker, folder: Path) -> Failure:
     tail = _last_lines(folder / "stderr.log")
     if worker.status >= 0:
-        message = f"the process exited with status {worker.status} and left no account of its own"
+        early = "before the end of the run " if worker.status == 0 else ""
+        message = f"the process exited {early}with status {worker.status} and left no account of its own"
         return Failure(worker.rank, worker.time_ns, "", message + tail)
     number = -worker.status
     message = f"the process was killed by signal {number} ({_signal_name(number)})"
@@ -147,10 +170,10 @@ def describe_failures(run_dir: Path, attempt: int, world_size: int, failures: li
     cause = first_cause(failures)
     told = {failure.rank: failure for failure in failures}
     lines = []
-    for rank in range(min(world_size, _MOST_RANKS_LISTED)):
+    for rank in range(min(world_size, MOST_RANKS_LISTED)):
         lines.append(f"rank {rank}: {_in_short(told.get(rank), cause)}; {rank_dir(run_dir, attempt, rank)}")
-    if world_size > _MOST_RANKS_LISTED:
-        lines.append(f"ranks {_MOST_RANKS_LISTED}-{world_size - 1}: {attempt_dir(run_dir, attempt)}")
+    if world_size > MOST_RANKS_LISTED:
+        lines.append(f"ranks {MOST_RANKS_LISTED}-{world_size - 1}: {attempt_dir(run_dir, attempt)}")
     if cause.traceback:
         lines.extend(("", cause.traceback.rstrip()))
     return [*lines, "", *_describe_cause(cause)]
@@ -171,6 +194,8 @@ def _describe_cause(cause: Failure) -> list[str]:
     when = f" at step {cause.step}" if cause.step else ""
     when += f", {cause.phase}" if cause.phase else ""
     kind = f"{cause.type}: " if cause.type else ""
+    if cause.type == HUNG_IN_COMMUNICATION:
+        return [*cause.notes, f"hung{when}: {cause.message}"]
     if cause.is_communication:
         head = f"no rank gave a cause; {where} was the first to lose its connection{when}: {kind}{cause.message}"
     else:

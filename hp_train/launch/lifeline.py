@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from hp_train.training.run_context import StopRequest
@@ -24,17 +25,26 @@ _PR_SET_PDEATHSIG = 1
 # Not SIGHUP: the kernel sends it while the launcher is still dying, when getppid() does not tell yet.
 _PARENT_DIED = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
 _PARENT_POLL_S = 0.5
+# What the watchdog asks with: the first is answered by faulthandler, in C, the second by the thread below.
+if hasattr(signal, "SIGRTMIN"):
+    SHOW_STACKS, TELL_STANDING = signal.SIGRTMIN + 1, signal.SIGRTMIN + 2
+else:  # macOS has no real-time signals, and these are ignored by default
+    SHOW_STACKS, TELL_STANDING = int(signal.SIGINFO), int(signal.SIGIO)
 
 
-def hold_on(stop: StopRequest, failed_mark: Path) -> None:
+_TAKEN = (*STOP_SIGNALS, _PARENT_DIED, TELL_STANDING)
+
+
+def hold_on(stop: StopRequest, failed_mark: Path, tell_standing: Callable[[], None] = lambda: None) -> None:
     """Tie this worker to its launcher; call before torch is imported, since threads inherit the blocked signals.
 
-    SIGINT, SIGTERM and SIGHUP set `stop`, unless `failed_mark` exists: then the worker exits at once, with
+    TELL_STANDING calls `tell_standing` in a thread of its own. SIGINT, SIGTERM and SIGHUP set `stop`, unless `failed_mark` exists: then the worker exits at once, with
     nothing saved, because its peers are gone. When the launcher dies the worker's process group is killed.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, _PARENT_DIED))
+    signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN)
     os.register_at_fork(after_in_child=_let_go)
-    threading.Thread(target=_take_signals, args=(stop, failed_mark), name="take-signals", daemon=True).start()
+    arguments = (stop, failed_mark, tell_standing)
+    threading.Thread(target=_take_signals, args=arguments, name="take-signals", daemon=True).start()
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is not None:
         _signal_when_parent_dies(_PARENT_DIED)
@@ -43,11 +53,14 @@ def hold_on(stop: StopRequest, failed_mark: Path) -> None:
         threading.Thread(target=_watch_parent, args=(int(launcher),), name="watch-parent", daemon=True).start()
 
 
-def _take_signals(stop: StopRequest, failed_mark: Path) -> None:
+def _take_signals(stop: StopRequest, failed_mark: Path, tell_standing: Callable[[], None]) -> None:
     while True:
-        number = signal.sigwait((*STOP_SIGNALS, _PARENT_DIED))
+        number = signal.sigwait(_TAKEN)
         if number == _PARENT_DIED:
             _end_group()
+        if number == TELL_STANDING:
+            tell_standing()
+            continue
         if failed_mark.exists():
             os._exit(1)
         if stop.signal_number == 0:  # the first one says how the run ends
@@ -70,7 +83,7 @@ def _end_group() -> None:
 
 def _let_go() -> None:
     """In a child forked from a worker: hear signals as usual again."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, _PARENT_DIED))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TAKEN)
 
 
 def _signal_when_parent_dies(number: signal.Signals) -> None:

@@ -1,18 +1,19 @@
 """Runs the processes of a run on this machine: attempts, restarts, and the exit code they come to. Imports torch.
 
 One attempt is one group of workers under torch's elastic agent with a rendezvous store on a port that the system picks.
-The launcher judges the end by what the workers left: outcome.json of rank 0, or the failure accounts of any rank.
+How it ended is judged in `attempt_end`, by what the workers left; whether to start again in `restart`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import site
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed.elastic.rendezvous.registry as rendezvous
@@ -20,37 +21,25 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 import hp_train.errors
-from hp_train.config.schema import TrainerConfig
-from hp_train.errors import ConfigError, ExitCode
+from hp_train.config.schema import LauncherSection, TrainerConfig
+from hp_train.errors import ConfigError, SupersededError
 from hp_train.launch.agent import RankLogs, RunAgent
+from hp_train.launch.attempt_end import AttemptEnd, AttemptRecord
 from hp_train.launch.devices import ProcessPlan
-from hp_train.launch.failures import (
-    FAILED_MARK,
-    DeadWorker,
-    Failure,
-    collect_failures,
-    describe_failures,
-    first_cause,
-)
+from hp_train.launch.failures import FAILED_MARK, DeadWorker
 from hp_train.launch.feed import Display, Feed
 from hp_train.launch.lifeline import LAUNCHER_PID
 from hp_train.launch.nvidia import describe_driver
-from hp_train.launch.run_dir import Outcome, attempt_dir, next_attempt, read_outcome, write_outcome
+from hp_train.launch.outcome import Cause, Outcome, write_outcome
+from hp_train.launch.owner import Ownership
+from hp_train.launch.restart import why_not_again
+from hp_train.launch.run_dir import attempt_dir, rank_dir
 from hp_train.launch.signals import StopSignals
+from hp_train.launch.watchdog import BOARD, Watchdog
 from hp_train.launch.worker import ATTEMPT, DEVICE
+from hp_train.training.progress import Phase
 
 WORKER = ("-m", "hp_train.launch.worker")
-
-_STATES = {ExitCode.DIVERGED: "diverged"}
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptEnd:
-    """How one group of workers ended."""
-
-    outcome: Outcome
-    report: tuple[str, ...] = ()  # what the person is told of a bad end, the cause last
-    may_restart: bool = False
 
 
 def launch(
@@ -60,25 +49,42 @@ def launch(
     plan: ProcessPlan,
     display: Display,
     stop: StopSignals,
+    ownership: Ownership,
     worker: tuple[str, ...] = WORKER,
 ) -> AttemptEnd:
     """Run the workers to their end, starting them again after failures as launcher.max_restarts allows.
 
     `stop` is installed already. `worker` is what the Python interpreter is given to run one rank; the config's path
-    follows. Returns how the last attempt ended, which outcome.json then says too. Raises ConfigError if torch finds
-    fewer GPUs than were planned with.
+    follows. Returns how the last attempt ended; outcome.json says it of each. Raises ConfigError if torch finds fewer
+    GPUs than were planned with, SupersededError when another launcher has taken over the run directory.
     """
     if plan.device == "cuda":
         _check_gpus(plan)
-    restarts = config.launcher.max_restarts
-    for restart in range(restarts + 1):
-        end = _run_attempt(run_dir, config_path, plan, display, stop, worker)
-        if not end.may_restart or restart == restarts:
+    outcomes: list[Outcome] = []
+    for restart in range(config.launcher.max_restarts + 1):
+        if restart:
+            ownership.next_attempt()
+        end = _run_attempt(run_dir, config_path, config.launcher, plan, display, stop, ownership, worker)
+        outcomes.append(end.outcome)
+        ownership.check()
+        reason = why_not_again(outcomes)
+        if reason is not None and end.outcome.cause.may_restart:
+            message = f"{reason}: {end.outcome.message}"
+            outcome = dataclasses.replace(end.outcome, cause=Cause.NO_PROGRESS, message=message)
+            end = dataclasses.replace(end, outcome=outcome, report=(*end.report, f"not started again: {reason}"))
+        _write_outcome(run_dir, end.outcome)
+        if reason is not None or stop.requested or restart == config.launcher.max_restarts:
             break
-        again = f"starting again from the last checkpoint (restart {restart + 1} of {restarts})"
+        again = f"starting again from the last checkpoint (restart {restart + 1} of {config.launcher.max_restarts})"
         print(*end.report, again, sep="\n", file=sys.stderr, flush=True)
-    write_outcome(run_dir, end.outcome)
     return end
+
+
+def _write_outcome(run_dir: Path, outcome: Outcome) -> None:
+    try:
+        write_outcome(run_dir, outcome)
+    except OSError as error:  # a full disk, a lost folder: the exit code still tells
+        print(f"hp-train: warning: outcome.json cannot be written: {error}", file=sys.stderr, flush=True)
 
 
 def _check_gpus(plan: ProcessPlan) -> None:
@@ -96,57 +102,66 @@ def _check_gpus(plan: ProcessPlan) -> None:
 def _run_attempt(
     run_dir: Path,
     config_path: Path,
+    launcher: LauncherSection,
     plan: ProcessPlan,
     display: Display,
     stop: StopSignals,
+    ownership: Ownership,
     worker: tuple[str, ...],
 ) -> AttemptEnd:
-    attempt = next_attempt(run_dir)
+    attempt = ownership.attempt
+    record = AttemptRecord(run_dir, attempt, plan.sizes, started_at=time.time())
     if stop.requested:
-        return AttemptEnd(Outcome("stopped", attempt, 0, int(stop.exit_code), "before the workers were started"))
+        return record.stopped_before_start(stop)
     folder = attempt_dir(run_dir, attempt)
-    folder.mkdir(parents=True)
-    (run_dir / "outcome.json").unlink(missing_ok=True)
-    dead: list[DeadWorker] = []
-
-    def mark_failed(found: list[DeadWorker]) -> None:
-        (folder / FAILED_MARK).touch()
-        dead.extend(found)
-
     feed = Feed(run_dir, attempt, display, stop.messages)
     stop.current_step = feed.current_step
-    logs = RankLogs(str(folder), _environment(attempt, plan))
+    watchdog = Watchdog(
+        plan.num_processes,
+        first_step_timeout_s=launcher.first_step_timeout,
+        failure_timeout_s=launcher.failure_timeout,
+    )
+
+    def note_dead(dead: list[DeadWorker]) -> None:
+        (folder / FAILED_MARK).touch()
+        if not record.dead and not record.standings and not record.superseded:
+            record.dead.extend(dead)
+            record.notes.update({rank: watchdog.board.read(slot) for slot, rank in agent.ranks().items()})
+
+    def must_end() -> bool:
+        try:
+            ownership.check()
+        except SupersededError as error:
+            record.superseded = str(error)
+            return True
+        if not watchdog.hangs():
+            return False
+        (folder / FAILED_MARK).touch()
+        ranks = agent.ranks()
+        folders = {slot: rank_dir(run_dir, attempt, rank) for slot, rank in ranks.items()}
+        record.standings.extend(watchdog.examine(agent.worker_pids(), folders, ranks))
+        record.stood_still_s = watchdog.stands_for_s
+        return True
+
+    def has_ended(slot: int) -> bool:
+        note = watchdog.board.read(slot)
+        return note is not None and note.phase is Phase.ENDED
+
+    logs = RankLogs(str(folder), {**_environment(attempt, plan), BOARD: str(watchdog.board.path)})
     with _agent_log(folder), _worker_spec(run_dir, config_path, plan, worker) as spec:
-        agent = RunAgent(spec, logs, on_failure=mark_failed, on_start=lambda: stop.watch_over(agent))
+        agent = RunAgent(
+            spec, logs, on_failure=note_dead, on_start=lambda: stop.watch_over(agent), must_end=must_end,
+            has_ended=has_ended,
+        )  # fmt: skip
         with display, feed:
             try:
                 agent.run()
             finally:
                 stop.watch_over(None)
-    last_step = feed.history.last.step if feed.history.last else 0
-    if stop.killed:
-        message = "stopped by Ctrl-C without saving"
-        outcome = Outcome("failed", attempt, last_step, int(ExitCode.FAILED), message)
-        return AttemptEnd(outcome, (f"hp-train: {message}",))
-    if dead:
-        failures = collect_failures(run_dir, attempt, plan.sizes, dead, feed.current_step())
-        return _judge(run_dir, attempt, failures, plan, may_restart=not stop.requested)
-    found = read_outcome(run_dir, attempt)
-    assert found is not None, f"all workers ended well, but rank 0 left no {run_dir}/outcome.json"
-    return AttemptEnd(found)
-
-
-def _judge(
-    run_dir: Path, attempt: int, failures: list[Failure], plan: ProcessPlan, *, may_restart: bool
-) -> AttemptEnd:
-    """Return the end of a failed attempt: a line for what deserves a line, else the whole account."""
-    cause = first_cause(failures)
-    code = ExitCode(cause.exit_code)
-    outcome = Outcome(_STATES.get(code, "failed"), attempt, cause.step, int(code), cause.message)
-    if code != ExitCode.FAILED:
-        return AttemptEnd(outcome, tuple(f"hp-train: {line}" for line in cause.message.splitlines()))
-    lines = describe_failures(run_dir, attempt, plan.num_processes, failures)
-    return AttemptEnd(outcome, (f"hp-train: attempt {attempt} failed", *lines), may_restart)
+                watchdog.close()
+    if record.superseded:
+        raise SupersededError(record.superseded)
+    return record.judge(feed, stop)
 
 
 @contextlib.contextmanager

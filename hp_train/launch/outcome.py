@@ -72,14 +72,20 @@ class Outcome:
     last_step: int = 0  # last optimizer step taken and recorded, by this attempt or those before it
     committed_step: int = 0  # of the newest complete checkpoint at the end; 0: there is none
     nodes: tuple[str, ...] = ()  # host names, in the order of their ranks
+    node: str = ""  # of them, the one where `rank` failed, or that was lost
 
 
 def write_outcome(run_dir: Path, outcome: Outcome) -> None:
-    """Say how an attempt ended; each of the two files appears whole or stays as it was."""
+    """Say how an attempt ended; each of the two files appears whole or stays as it was.
+
+    What a newer attempt has said of the run stays. Raises OSError where the directory cannot be written.
+    """
     values = asdict(outcome)
     attempt_dir(run_dir, outcome.attempt).mkdir(parents=True, exist_ok=True)
     write_json(attempt_dir(run_dir, outcome.attempt) / OUTCOME_FILE, values)
-    write_json(run_dir / OUTCOME_FILE, values)
+    last = read_outcome(run_dir)
+    if last is None or last.attempt <= outcome.attempt:
+        write_json(run_dir / OUTCOME_FILE, values)
 
 
 def read_outcome(run_dir: Path, attempt: int | None = None) -> Outcome | None:

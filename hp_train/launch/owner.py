@@ -1,27 +1,30 @@
-"""Who runs in a run directory: owner.json, kept fresh by a heartbeat. No torch.
+"""Who runs in a run directory: owner.json, kept fresh by a heartbeat. No torch, no file locks.
 
 On one machine a launcher is alive when a process with its pid and start time exists; the pid alone may have been given
-to somebody else. From other machines (or another pid namespace, as in a container) only the heartbeat can tell.
+to somebody else. From other machines (or another pid namespace, as in a container) only the heartbeat can tell, except
+that a scheduler runs a job once at a time: another incarnation of the owner's job takes over at once. What decides
+between two that start together is who makes the attempt's folder; see `checkpoint.fence`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from hp_train.checkpoint.fence import OWNER_FILE, Fence, newest_attempt
 from hp_train.errors import ConfigError
 from hp_train.launch.files import read_json, write_json
 
-OWNER_FILE = "owner.json"
 HEARTBEAT_S = 15.0
 STALE_AFTER_S = 60.0
+_RIVAL_WAIT_S = 1.0  # for whoever made an attempt's folder first to write its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +36,37 @@ class Owner:
     pid: int
     process_start: float  # as `process_start` returns it; only ever compared with another such value
     heartbeat: float  # seconds since the epoch
+    attempt: int = 0
+    job_id: str = ""  # of the scheduler; empty outside of one
 
     @classmethod
-    def myself(cls) -> Owner:
+    def myself(cls, attempt: int = 0) -> Owner:
         """Return this process, with a heartbeat of now."""
         start = process_start(os.getpid())
         assert start is not None, "a running process has a start time"
-        return cls(socket.gethostname(), machine_identity(), os.getpid(), start, time.time())
+        return cls(socket.gethostname(), machine_identity(), os.getpid(), start, time.time(), attempt, job_id())
 
     def lives(self) -> bool:
         """Say whether this owner still runs, as far as this machine can know."""
         if self.machine == machine_identity():
             return process_start(self.pid) == self.process_start
+        if self.job_id and self.job_id == job_id():
+            return False  # of our own job, on a machine where it ran before
         return time.time() - self.heartbeat < STALE_AFTER_S
 
+    def is_me(self) -> bool:
+        """Say whether this is the calling process."""
+        mine = (machine_identity(), os.getpid(), process_start(os.getpid()))
+        return (self.machine, self.pid, self.process_start) == mine
+
     def describe(self) -> str:
-        """Return e.g. `process 4711 on node3`."""
-        return f"process {self.pid} on {self.host}"
+        """Return e.g. `process 4711 on node3` or `process 4711 on node3 (job 815)`."""
+        return f"process {self.pid} on {self.host}" + (f" (job {self.job_id})" if self.job_id else "")
+
+
+def job_id(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the scheduler's id of the job that this process belongs to; empty outside of one."""
+    return environ.get("SLURM_JOB_ID", "")
 
 
 def machine_identity() -> str:
@@ -73,8 +90,8 @@ def process_start(pid: int) -> float | None:
         return psutil.Process(pid).create_time() if psutil.pid_exists(pid) else None
     except ProcessLookupError:
         return None
-    fields = stat.rpartition(")")[2].split()  # the name before may hold spaces and parentheses
-    state, start_ticks = fields[0], fields[19]
+    after_name = stat.rpartition(")")[2].split()  # the name before may hold spaces and parentheses
+    state, start_ticks = after_name[0], after_name[19]
     return None if state in "ZX" else float(start_ticks)
 
 
@@ -83,34 +100,102 @@ def living_owner(run_dir: Path) -> Owner | None:
     found = read_json(run_dir / OWNER_FILE)
     if found is None:
         return None
-    owner = Owner(**found)
+    known = {field.name for field in fields(Owner)}
+    owner = Owner(**{name: value for name, value in found.items() if name in known})
     return owner if owner.lives() else None
 
 
+class Ownership:
+    """This process's hold on a run directory, through one attempt after the other."""
+
+    def __init__(self, run_dir: Path, attempt: int) -> None:
+        self._run_dir = run_dir
+        self._lock = threading.Lock()  # between the heartbeat and `next_attempt`
+        self._take(attempt)
+
+    def _take(self, attempt: int) -> None:
+        self.attempt = attempt
+        self._fence = Fence(self._run_dir, attempt)
+
+    def next_attempt(self) -> int:
+        """Begin another attempt and return its number. Raises SupersededError if somebody else has begun one."""
+        with self._lock:
+            self._fence.check()
+            attempt = newest_attempt(self._run_dir) + 1
+            (self._run_dir / "logs" / f"attempt_{attempt}").mkdir()
+            self._take(attempt)
+            self._write()
+        return attempt
+
+    def check(self) -> None:
+        """Raise SupersededError if somebody else has taken over: nothing is to be written any more."""
+        self._fence.check()
+
+    def _write(self) -> None:
+        write_json(self._run_dir / OWNER_FILE, asdict(Owner.myself(self.attempt)))
+
+    def beat(self) -> None:
+        """Renew the heartbeat, unless the directory is somebody else's by now."""
+        with self._lock:
+            if self._fence.newer_attempt() is None:
+                self._write()
+
+    def release(self) -> None:
+        """Take the note away if it is still ours."""
+        found = read_json(self._run_dir / OWNER_FILE)
+        if found is not None and found.get("attempt") == self.attempt and found.get("pid") == os.getpid():
+            (self._run_dir / OWNER_FILE).unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
-def own(run_dir: Path) -> Iterator[None]:
-    """Hold `run_dir` for this process while the block runs. Raises ConfigError if somebody else does."""
-    _claim(run_dir)
+def own(run_dir: Path) -> Iterator[Ownership]:
+    """Hold `run_dir` for this process while the block runs, and begin an attempt. Raises ConfigError if it is taken."""
+    ownership = _claim(run_dir)
     stop = threading.Event()
-    beat = threading.Thread(target=_beat, args=(run_dir, stop), name="heartbeat", daemon=True)
+    beat = threading.Thread(target=_beat, args=(ownership, stop), name="heartbeat", daemon=True)
     beat.start()
     try:
-        yield
+        yield ownership
     finally:
         stop.set()
         beat.join()
-        (run_dir / OWNER_FILE).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a lost or read-only directory: the heartbeat grows old by itself
+            ownership.release()
 
 
-def _claim(run_dir: Path) -> None:
-    with open(run_dir / ".owner.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two launchers that start at once look and write one after the other
-        owner = living_owner(run_dir)
-        if owner is not None and owner.pid != os.getpid():
-            raise ConfigError(f"run directory {run_dir} is in use by {owner.describe()}")
-        write_json(run_dir / OWNER_FILE, asdict(Owner.myself()))
+def _claim(run_dir: Path) -> Ownership:
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    while True:
+        _refuse_if_taken(run_dir)
+        attempt = newest_attempt(run_dir) + 1
+        folder = run_dir / "logs" / f"attempt_{attempt}"
+        try:
+            folder.mkdir()
+        except FileExistsError:  # somebody else, this very moment
+            time.sleep(_RIVAL_WAIT_S)
+            continue
+        try:
+            _refuse_if_taken(run_dir)
+        except ConfigError:
+            folder.rmdir()
+            raise
+        write_json(run_dir / OWNER_FILE, asdict(Owner.myself(attempt)))
+        return Ownership(run_dir, attempt)
 
 
-def _beat(run_dir: Path, stop: threading.Event) -> None:
+def _refuse_if_taken(run_dir: Path) -> None:
+    owner = living_owner(run_dir)
+    if owner is not None and not owner.is_me():
+        raise ConfigError(f"run directory {run_dir} is in use by {owner.describe()}")
+
+
+def _beat(ownership: Ownership, stop: threading.Event) -> None:
+    failed = False
     while not stop.wait(HEARTBEAT_S):
-        write_json(run_dir / OWNER_FILE, asdict(Owner.myself()))
+        try:
+            ownership.beat()
+            failed = False
+        except OSError as error:  # a full disk does not end a run; the next beat may get through
+            if not failed:
+                print(f"hp-train: warning: owner.json cannot be renewed: {error}", file=sys.stderr, flush=True)
+            failed = True

@@ -10,31 +10,17 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import secrets
 import shlex
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ConfigError
-from hp_train.launch.files import read_json, write_json
 from hp_train.launch.owner import living_owner
 
 _RUN_MARKS = ("config.yaml", "owner.json", "outcome.json", "metrics.jsonl", "checkpoints", "logs")
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How the last attempt at a run ended; outcome.json."""
-
-    state: str  # done, stopped, failed or diverged
-    attempt: int
-    step: int  # last optimizer step taken
-    exit_code: int
-    message: str = ""
 
 
 def choose_run_dir(config: TrainerConfig, recipe: str) -> Path:
@@ -146,12 +132,6 @@ def create_run_dir(config: TrainerConfig, recipe: str) -> Path:
     return path
 
 
-def next_attempt(run_dir: Path) -> int:
-    """Return 1 + the highest attempt that left logs."""
-    found = [re.fullmatch(r"attempt_(\d+)", entry.name) for entry in (run_dir / "logs").glob("attempt_*")]
-    return 1 + max((int(match[1]) for match in found if match), default=0)
-
-
 def attempt_dir(run_dir: Path, attempt: int) -> Path:
     """Return the folder of one attempt's logs."""
     return run_dir / "logs" / f"attempt_{attempt}"
@@ -160,16 +140,3 @@ def attempt_dir(run_dir: Path, attempt: int) -> Path:
 def rank_dir(run_dir: Path, attempt: int, rank: int) -> Path:
     """Return the folder of one rank's logs."""
     return attempt_dir(run_dir, attempt) / f"rank_{rank}"
-
-
-def write_outcome(run_dir: Path, outcome: Outcome) -> None:
-    """Say how an attempt ended."""
-    write_json(run_dir / "outcome.json", asdict(outcome))
-
-
-def read_outcome(run_dir: Path, attempt: int | None = None) -> Outcome | None:
-    """Return how the last attempt (or exactly `attempt`) ended; None if it left no word."""
-    found = read_json(run_dir / "outcome.json")
-    if found is None or (attempt is not None and found["attempt"] != attempt):
-        return None
-    return Outcome(**found)

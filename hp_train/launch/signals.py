@@ -16,6 +16,8 @@ from typing import Protocol
 
 from hp_train.errors import ExitCode
 from hp_train.launch.lifeline import STOP_SIGNALS
+from hp_train.launch.outcome import Cause
+from hp_train.launch.owner import job_id
 
 
 class Workers(Protocol):
@@ -42,6 +44,13 @@ class StopSignals:
     def exit_code(self) -> ExitCode:
         """Return how a run ends that was stopped by the first signal with everything saved."""
         return ExitCode.INTERRUPTED if self.requested == signal.SIGINT else ExitCode.REQUEUE
+
+    @property
+    def cause(self) -> Cause:
+        """Return what a run is said to have ended of that was stopped with everything saved."""
+        if self.requested == signal.SIGTERM and job_id():
+            return Cause.PREEMPTED  # so a scheduler asks for its machines; a person would cancel the job
+        return Cause.STOPPED
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StopSignals]:

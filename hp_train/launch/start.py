@@ -18,14 +18,13 @@ from hp_train.launch.capsule import describe_circumstances
 from hp_train.launch.devices import ProcessPlan, plan_processes
 from hp_train.launch.feed import Display
 from hp_train.launch.files import read_json, write_json, write_text
-from hp_train.launch.owner import own
+from hp_train.launch.outcome import Cause, read_outcome
+from hp_train.launch.owner import Ownership, own
 from hp_train.launch.plain_log import PlainLog
 from hp_train.launch.run_dir import (
     check_resume_dir,
     check_run_dir,
     create_run_dir,
-    next_attempt,
-    read_outcome,
 )
 from hp_train.launch.signals import StopSignals
 from hp_train.launch.summary import continue_command, summarize
@@ -51,12 +50,12 @@ def start_run(config: TrainerConfig, *, recipe: str, overrides: list[str], argv:
     started_with = _overrides_yaml(recipe, overrides, config)
     config = with_absolute_paths(config)
     run_dir = create_run_dir(config, recipe)
-    with own(run_dir):
+    with own(run_dir) as ownership:
         config_path = run_dir / "config.yaml"
         write_text(config_path, _to_yaml(config))
         write_text(run_dir / "overrides.yaml", started_with)
         write_json(run_dir / "capsule.json", describe_circumstances(argv, recipe))
-        return _launch(run_dir, config_path, config, plan)
+        return _launch(run_dir, config_path, config, plan, ownership)
 
 
 def resume_run(run_dir: Path, config: TrainerConfig, *, overrides: list[str], argv: list[str]) -> int:
@@ -67,19 +66,19 @@ def resume_run(run_dir: Path, config: TrainerConfig, *, overrides: list[str], ar
     run_dir = run_dir.absolute()
     config = with_absolute_paths(config)
     outcome = read_outcome(run_dir)
-    if outcome is not None and outcome.state == "done" and outcome.step >= config.trainer.max_steps:
+    if outcome is not None and outcome.cause is Cause.DONE and outcome.step >= config.trainer.max_steps:
         print(f"run {run_dir} is finished: all {outcome.step} steps are taken")
         print(f"  go on with: {continue_command(run_dir, config, outcome)}")
         return int(ExitCode.DONE)
     plan = _plan(config)
-    with own(run_dir):
-        attempt = next_attempt(run_dir)
+    with own(run_dir) as ownership:
+        attempt = ownership.attempt
         config_path = run_dir / f"config.attempt_{attempt}.yaml"
         write_text(config_path, _to_yaml(config))
         recipe = (read_json(run_dir / "capsule.json") or {}).get("recipe", "")
         circumstances = {**describe_circumstances(argv, recipe), "overrides": overrides}
         write_json(run_dir / f"capsule.attempt_{attempt}.json", circumstances)
-        return _launch(run_dir, config_path, config, plan)
+        return _launch(run_dir, config_path, config, plan, ownership)
 
 
 def _plan(config: TrainerConfig) -> ProcessPlan:
@@ -89,7 +88,9 @@ def _plan(config: TrainerConfig) -> ProcessPlan:
     return plan
 
 
-def _launch(run_dir: Path, config_path: Path, config: TrainerConfig, plan: ProcessPlan) -> int:
+def _launch(
+    run_dir: Path, config_path: Path, config: TrainerConfig, plan: ProcessPlan, ownership: Ownership
+) -> int:
     trainer = config.trainer
     batch = BatchPlan(trainer.global_batch_size, plan.sizes.dp_size, trainer.micro_batch_size, trainer.seq_len)
     pass_config = build_pass_config_from_trainer_config(config)
@@ -98,7 +99,7 @@ def _launch(run_dir: Path, config_path: Path, config: TrainerConfig, plan: Proce
     with StopSignals().installed() as stop:
         from hp_train.launch.local import launch  # torch is loaded here, when nothing is left to refuse
 
-        end = launch(run_dir, config_path, config, plan, _choose_display(config), stop)
+        end = launch(run_dir, config_path, config, plan, _choose_display(config), stop, ownership)
     _say(*summarize(run_dir, config, end.outcome))
     if end.report:
         print(*end.report, sep="\n", file=sys.stderr, flush=True)

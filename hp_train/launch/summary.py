@@ -8,7 +8,8 @@ from pathlib import Path
 from hp_train.config.schema import TrainerConfig
 from hp_train.launch.history import AttemptFacts, LineTail, StepRow, parse_row, read_facts
 from hp_train.launch.plain_log import mean, speed_text
-from hp_train.launch.run_dir import Outcome, attempt_dir
+from hp_train.launch.outcome import Cause, Outcome
+from hp_train.launch.run_dir import attempt_dir
 
 
 def summarize(run_dir: Path, config: TrainerConfig, outcome: Outcome) -> list[str]:
@@ -28,11 +29,15 @@ def summarize(run_dir: Path, config: TrainerConfig, outcome: Outcome) -> list[st
 def continue_command(run_dir: Path, config: TrainerConfig, outcome: Outcome) -> str:
     """Return the command that goes on from here: to more steps when all are done, else just on."""
     command = f"hp-train resume {shlex.quote(str(run_dir))}"
-    return f"{command} trainer.max_steps={2 * config.trainer.max_steps}" if outcome.state == "done" else command
+    return f"{command} trainer.max_steps={2 * config.trainer.max_steps}" if outcome.cause is Cause.DONE else command
 
 
 def _headline(outcome: Outcome) -> str:
-    word = {"done": "done", "stopped": "stopped and saved"}.get(outcome.state, outcome.state)
+    if outcome.cause is Cause.DONE:
+        return f"done at step {outcome.step}"
+    if outcome.cause.is_saved:
+        return f"stopped and saved at step {outcome.step}"
+    word = "diverged" if outcome.cause in (Cause.DIVERGED, Cause.NON_FINITE) else "failed"
     return f"{word} at step {outcome.step}"
 
 

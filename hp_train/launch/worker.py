@@ -17,14 +17,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hp_train.config.schema import TrainerConfig
-from hp_train.errors import ExitCode, HpTrainError
+from hp_train.checkpoint.fence import newest_attempt
+from hp_train.errors import ExitCode, HpTrainError, SupersededError
 from hp_train.launch import lifeline
 from hp_train.launch.devices import mesh_sizes
 from hp_train.launch.failures import FAILED_MARK, Failure, record_failure
-from hp_train.launch.files import read_json
+from hp_train.launch.files import read_json, write_json
 from hp_train.launch.out_of_memory import advise, is_out_of_memory, measure
-from hp_train.launch.run_dir import Outcome, next_attempt, rank_dir, write_outcome
+from hp_train.launch.outcome import Cause, Outcome, write_outcome
+from hp_train.launch.run_dir import rank_dir
+from hp_train.launch.watchdog import BOARD, STACKS_FILE, STANDING_FILE
+from hp_train.launch.lifeline import SHOW_STACKS
 from hp_train.topology import coordinates_of
+from hp_train.training.progress import Board, Phase
 from hp_train.training.run_context import RunContext, TrainOutcome
 
 ATTEMPT = "HP_TRAIN_ATTEMPT"  # set for workers by the launcher
@@ -38,8 +43,10 @@ def main(arguments: list[str], train: Train | None = None) -> int:
     assert len(arguments) == 1, "usage: python -m hp_train.launch.worker RUN_DIR/config.yaml"
     config_path = Path(arguments[0]).absolute()
     context = _context(config_path.parent)
-    lifeline.hold_on(context.stop, context.attempt_dir / FAILED_MARK)
+    lifeline.hold_on(context.stop, context.attempt_dir / FAILED_MARK, lambda: _tell_standing(context))
     faulthandler.enable()
+    if BOARD in os.environ:
+        _be_watched(context)
     config: TrainerConfig | None = None
     try:
         config = _settle(load_config(config_path), context)
@@ -48,14 +55,31 @@ def main(arguments: list[str], train: Train | None = None) -> int:
         return _account_for(error, config, context)
     if context.rank == 0:
         write_outcome(context.run_dir, _outcome_of(outcome, context))
+    context.progress.phase = Phase.ENDED
     return 0
+
+
+def _be_watched(context: RunContext) -> None:
+    """Note on the launcher's board what this process does, and answer the watchdog's signals."""
+    context.progress.post_on(Board(Path(os.environ[BOARD]), int(os.environ["LOCAL_WORLD_SIZE"])), context.local_rank)
+    folder = rank_dir(context.run_dir, context.attempt, context.rank)
+    stacks = open(folder / STACKS_FILE, "w")  # noqa: SIM115: faulthandler writes to it for as long as the process lives
+    faulthandler.register(SHOW_STACKS, file=stacks, all_threads=True)
+
+
+def _tell_standing(context: RunContext) -> None:
+    progress = context.progress
+    standing = {"step": progress.step, "phase": str(progress.phase), "pipeline": progress.describe_pipeline()}
+    write_json(rank_dir(context.run_dir, context.attempt, context.rank) / STANDING_FILE, standing)
 
 
 def load_config(path: Path) -> TrainerConfig:
     """Return the config that the launcher wrote."""
     from omegaconf import OmegaConf
 
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainerConfig), OmegaConf.load(path)))
+    from hp_train.config.yaml_text import read
+
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainerConfig), read(path.read_text())))
     assert isinstance(config, TrainerConfig)
     return config
 
@@ -103,7 +127,7 @@ def _run(config: TrainerConfig, context: RunContext, train: Train | None) -> Tra
     else:
         dist.init_process_group("gloo")
     if context.attempt == 0:
-        agreed = [next_attempt(context.run_dir)]  # rank 0's count; others may see folders their peers just made
+        agreed = [newest_attempt(context.run_dir) + 1]  # rank 0's count; others may see folders their peers just made
         dist.broadcast_object_list(agreed)
         context.attempt = agreed[0]
     context.attempt_dir.mkdir(parents=True, exist_ok=True)
@@ -113,11 +137,14 @@ def _run(config: TrainerConfig, context: RunContext, train: Train | None) -> Tra
 
 
 def _outcome_of(outcome: TrainOutcome, context: RunContext) -> Outcome:
-    state = "done" if outcome.exit_code == ExitCode.DONE else "stopped"
-    return Outcome(state, context.attempt, outcome.step, int(outcome.exit_code))
+    cause = Cause.DONE if outcome.exit_code == ExitCode.DONE else Cause.STOPPED
+    return Outcome(context.attempt, cause, int(outcome.exit_code), outcome.step, last_step=outcome.step)
 
 
 def _account_for(error: BaseException, config: TrainerConfig | None, context: RunContext) -> int:
+    if isinstance(error, SupersededError):  # the directory is another attempt's
+        print(f"hp-train: {error}", file=sys.stderr)
+        return int(error.exit_code)
     failure = Failure(
         rank=context.rank,
         time_ns=time.time_ns(),

@@ -7,33 +7,12 @@ No torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 from hp_train.errors import ExitCode
+from hp_train.training.progress import Phase, Progress
 
-
-class Phase(StrEnum):
-    """What a rank was doing when it failed; named in the failure report."""
-
-    START = "start"
-    BUILD = "build"
-    LOAD = "load checkpoint"
-    DATA = "data"
-    STEP = "forward and backward"
-    OPTIMIZER = "optimizer"
-    EVALUATE = "evaluate"
-    SAVE = "save checkpoint"
-    FINISH = "finish"
-
-
-@dataclass(slots=True)
-class Progress:
-    """Where a rank is now; written by the trainer as it goes."""
-
-    step: int = 0  # the optimizer step in work, counted from 1; 0 before the first
-    phase: Phase = Phase.START
-    coordinates: str = ""  # "pp 1, dp_replicate 0, ..." once the mesh stands
+__all__ = ["Phase", "Progress", "RunContext", "StopRequest", "TrainOutcome"]
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """A launcher process for tests: makes a run directory under argv[1] and launches the fake worker, as the command would.
 
-    python fake_launch.py ROOT PLAN_JSON [key=value ...]     (max_steps, max_restarts, nproc)
+    python fake_launch.py ROOT PLAN_JSON [key=value ...]     (max_steps, max_restarts, nproc, timeout)
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from hp_train.launch import local, start
 
 def main() -> int:
     root, plan, *settings = sys.argv[1:]
-    chosen = {"max_steps": 1000, "max_restarts": 0, "nproc": 2}
+    chosen = {"max_steps": 1000, "max_restarts": 0, "nproc": 2, "timeout": 600}
     chosen.update((key, int(value)) for key, value in (setting.split("=") for setting in settings))
     config = TrainerConfig()
     config.trainer.device = "cpu"
     config.trainer.max_steps = chosen["max_steps"]
     config.trainer.run_dir = root
     config.launcher.max_restarts = chosen["max_restarts"]
+    config.launcher.failure_timeout = chosen["timeout"]
     config.fsdp.dp_shard_size = chosen["nproc"]
     Path(root).mkdir(parents=True, exist_ok=True)
     real_launch = local.launch

@@ -15,7 +15,8 @@ from hp_train.launch import units
 from hp_train.launch.feed import Feed
 from hp_train.launch.history import AttemptFacts, History, LineTail, StepRow
 from hp_train.launch.plain_log import PlainLog, format_step
-from hp_train.launch.run_dir import Outcome, attempt_dir
+from hp_train.launch.outcome import Cause, Outcome
+from hp_train.launch.run_dir import attempt_dir
 from hp_train.launch.summary import summarize
 from hp_train.launch.view import LiveView, render, sparkline
 
@@ -170,10 +171,10 @@ def test_feed_shows_this_attempts_rows_only_and_every_line_of_rank_0(
     assert feed.current_step() == 5
 
 
-@pytest.mark.parametrize("state, code, command", [
-    ("done", 0, "hp-train resume {dir} trainer.max_steps=80"), ("stopped", 75, "hp-train resume {dir}"),
+@pytest.mark.parametrize("cause, code, command", [
+    (Cause.DONE, 0, "hp-train resume {dir} trainer.max_steps=80"), (Cause.PREEMPTED, 75, "hp-train resume {dir}"),
 ])
-def test_summary(tmp_path: Path, state: str, code: int, command: str) -> None:
+def test_summary(tmp_path: Path, cause: Cause, code: int, command: str) -> None:
     folder = attempt_dir(tmp_path, 1)
     folder.mkdir(parents=True)
     (folder / "attempt.json").write_text(json.dumps({n: getattr(EIGHT_GPUS, n) for n in EIGHT_GPUS.__slots__}))
@@ -185,7 +186,7 @@ def test_summary(tmp_path: Path, state: str, code: int, command: str) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = TrainerConfig()
     config.trainer.max_steps = 40
-    lines = summarize(tmp_path, config, Outcome(state, 1, 3, code))
+    lines = summarize(tmp_path, config, Outcome(1, cause, code, 3))
     assert str(tmp_path) in lines[0] and "step 3" in lines[0]
     assert lines[1].strip() == "loss 5.500 (step 1) to 4.000 (step 3), validation loss 4.750 (step 2)"
     assert lines[2].strip() == "412k tok/s (51.5k/GPU)"

@@ -17,6 +17,7 @@ from hp_train.launch.failures import (
 )
 from hp_train.launch.run_dir import rank_dir
 from hp_train.topology import MeshSizes
+from hp_train.training.progress import Note, Phase
 
 # The kinds that torch raises on a rank whose peer died or does not answer.
 ECHOES = [
@@ -57,7 +58,7 @@ def test_among_causes_the_earliest_wins_by_nanoseconds() -> None:
 
 def test_echoes_alone_are_not_called_the_cause(tmp_path: Path) -> None:
     record_failure(rank_dir(tmp_path, 1, 1), Failure(1, 5, *ECHOES[0], step=7, phase="optimizer"))
-    failures = collect_failures(tmp_path, 1, MeshSizes(dp_shard=2), [DeadWorker(1, 1, 9)], step=7)
+    failures = collect_failures(tmp_path, 1, MeshSizes(dp_shard=2), [DeadWorker(1, 1, 9)], {})
     report = describe_failures(tmp_path, 1, 2, failures)
     beginning = "no rank gave a cause; rank 1 was the first to lose its connection at step 7, optimizer: "
     assert report[-1].startswith(beginning)
@@ -68,9 +69,10 @@ def test_dead_workers_without_an_account_are_spoken_for(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "stderr.log").write_text("".join(f"line {number}\n" for number in range(30)))
     dead = [DeadWorker(1, -signal.SIGSEGV, 5), DeadWorker(0, 1, 6)]
-    failures = collect_failures(tmp_path, 1, MeshSizes(pp=2), dead, step=4)
+    failures = collect_failures(tmp_path, 1, MeshSizes(pp=2), dead, {1: Note(4, Phase.SAVE, 0.0), 0: None})
     cause = first_cause(failures)
-    assert (cause.rank, cause.step, cause.coordinates.split(",")[0]) == (1, 4, "pp 1")
+    assert (cause.rank, cause.step, cause.phase) == (1, 4, "save checkpoint")
+    assert cause.coordinates.startswith("pp 1")
     assert "killed by signal 11 (SIGSEGV)" in cause.message
     assert cause.message.splitlines()[1:] == [f"    line {number}" for number in range(10, 30)]
     assert "exited with status 1" in failures[0].message

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from hp_train.launch.outcome import Cause, read_outcome
 from tests.launch.runs import Run, started, wait_until
 
 
@@ -31,7 +32,7 @@ def test_failing_rank_ends_a_deaf_peer_and_is_named_last(tmp_path: Path) -> None
     assert cause[2].startswith("what would help most: activation_checkpoint.mode=full")
     assert run.err.count("Traceback (most recent call last)") == 1
     assert all(str(run.folder / f"logs/attempt_1/rank_{rank}") in run.err for rank in (0, 1))
-    assert run.outcome["state"] == "failed" and run.outcome["step"] == 3
+    assert (run.outcome["cause"], run.outcome["rank"], run.outcome["step"]) == ("out_of_memory", 1, 3)
 
 
 def test_killed_rank_is_named_and_the_run_restarts(tmp_path: Path) -> None:
@@ -42,11 +43,13 @@ def test_killed_rank_is_named_and_the_run_restarts(tmp_path: Path) -> None:
         assert run.end() == 0
         assert not run.processes()
     where = "rank 1 (pp 0, dp_replicate 0, dp_shard 1, cp 0, tp 0)"
-    assert f"{where} failed at step 3: the process was killed by signal 9 (SIGKILL)" in run.err
+    assert f"{where} failed at step 3, forward and backward: the process was killed by signal 9 (SIGKILL)" in run.err
     assert "out of memory" in run.err
     assert "rank 0: lost its connection" in run.err
     assert "starting again from the last checkpoint (restart 1 of 1)" in run.err
-    assert run.outcome == {"state": "done", "attempt": 2, "step": 5, "exit_code": 0, "message": ""}
+    assert [run.outcome[key] for key in ("cause", "attempt", "step", "exit_code")] == ["done", 2, 5, 0]
+    first = read_outcome(run.folder, 1)
+    assert (first.cause, first.rank, first.step, first.phase) == (Cause.UNKNOWN, 1, 3, "forward and backward")
     assert (run.folder / "logs/attempt_2/rank_1/stderr.log").exists()
 
 
@@ -55,7 +58,7 @@ def test_divergence_is_one_line_exit_3_and_no_restart(tmp_path: Path) -> None:
     with started(run):
         assert run.end() == 3
     assert run.err.splitlines() == ["hp-train: loss is nan at step 2"]
-    assert run.outcome["state"] == "diverged"
+    assert run.outcome["cause"] == "diverged"
     assert not (run.folder / "logs/attempt_2").exists()
 
 
@@ -76,7 +79,7 @@ def test_two_runs_at_once_stopped_by_ctrl_c_and_by_sigterm(tmp_path: Path) -> No
     for run, code in ((interrupted, 130), (terminated, 75)):
         saved = [int((run.folder / f"saved_{rank}").read_text()) for rank in (0, 1)]
         assert saved[0] == saved[1] == run.outcome["step"]
-        assert run.outcome["state"] == "stopped" and run.outcome["exit_code"] == code
+        assert run.outcome["cause"] == "stopped" and run.outcome["exit_code"] == code
         message = r"^stopping after step (\d+) and saving; Ctrl-C again stops now without saving$"
         told = re.search(message, run.out, re.MULTILINE)
         assert told and 0 <= saved[0] - int(told[1]) <= 10  # steps of 50 ms go on while the launcher reads of them
@@ -123,4 +126,4 @@ def test_signal_before_the_workers_start_ends_the_run_saved_at_nothing(tmp_path:
         wait_until(lambda: "run directory" in run.out, "the run directory")
         run.process.send_signal(signal.SIGTERM)
         assert run.end() == 75
-    assert run.outcome["state"] == "stopped"
+    assert run.outcome["cause"] == "stopped"

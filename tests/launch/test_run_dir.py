@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from hp_train.checkpoint.fence import newest_attempt
 from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ConfigError
 from hp_train.launch import run_dir as runs
+from hp_train.launch.outcome import Cause, Outcome, read_outcome, read_outcomes, write_outcome
 from hp_train.launch.owner import STALE_AFTER_S, Owner, living_owner, own, process_start
 from hp_train.launch.start import machine_faults, resume_run
 
@@ -130,27 +132,33 @@ def test_owners_are_told_apart_by_start_time_here_and_by_heartbeat_elsewhere() -
 
 
 def test_attempts_count_on_from_the_highest(tmp_path: Path) -> None:
-    assert runs.next_attempt(tmp_path) == 1
+    assert newest_attempt(tmp_path) == 0
     for name in ("attempt_2", "attempt_10", "attempt_x"):
         (tmp_path / "logs" / name).mkdir(parents=True)
-    assert runs.next_attempt(tmp_path) == 11
+    assert newest_attempt(tmp_path) == 10
+    with own(tmp_path) as ownership:
+        assert (ownership.attempt, ownership.next_attempt()) == (11, 12)
 
 
-def test_outcome_of_another_attempt_is_not_taken_for_this_one(tmp_path: Path) -> None:
-    outcome = runs.Outcome("stopped", 3, 41, 75)
-    runs.write_outcome(tmp_path, outcome)
-    assert runs.read_outcome(tmp_path, 3) == runs.read_outcome(tmp_path) == outcome
-    assert runs.read_outcome(tmp_path, 4) is None
+def test_outcomes_are_kept_for_each_attempt_and_the_newest_speaks_for_the_run(tmp_path: Path) -> None:
+    assert read_outcome(tmp_path) is None and read_outcomes(tmp_path) == ()
+    late = Outcome(12, Cause.STOPPED, 75, 41, nodes=("node2", "node10"))
+    early = Outcome(3, Cause.OUT_OF_MEMORY, 1, 7, rank=2, message="full")
+    for outcome in (late, early):
+        write_outcome(tmp_path, outcome)
+    assert read_outcome(tmp_path) == late and read_outcome(tmp_path, 3) == early
+    assert read_outcomes(tmp_path) == (early, late)
+    assert read_outcome(tmp_path, 4) is None
 
 
 def test_finished_run_says_so_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = _config(max_steps=10)
-    runs.write_outcome(tmp_path, runs.Outcome("done", 1, 10, 0))
+    write_outcome(tmp_path, Outcome(1, Cause.DONE, 0, 10))
     assert resume_run(tmp_path, config, overrides=[], argv=[]) == 0
     printed = capsys.readouterr().out
     assert "is finished: all 10 steps are taken" in printed
     assert f"hp-train resume {tmp_path} trainer.max_steps=20" in printed
-    assert not (tmp_path / "logs").exists()
+    assert not (tmp_path / "owner.json").exists() and newest_attempt(tmp_path) == 1
 
 
 def test_all_faults_of_the_machine_are_told_without_torch(tmp_path: Path) -> None:
