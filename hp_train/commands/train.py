@@ -51,7 +51,20 @@ def job_faults(job: Composition, run_dir: Path | None = None) -> list[str]:
         found += machine_faults(dataclasses.replace(job.config, launcher=launcher), run_dir)
     if not found:
         found = faults(resolved(job.config)) or _pipeline_faults(resolved(job.config))
+    if not found and job.config.model.pretrained is not None and not _has_checkpoint(run_dir):
+        from hp_train.pretrained.fit import misfits  # only runs that start from weights pay for it
+
+        found = misfits(job.config.model)
     return list(dict.fromkeys(found))
+
+
+def _has_checkpoint(run_dir: Path | None) -> bool:
+    """Say whether a run goes on from a checkpoint of its own, and so needs no weights from elsewhere."""
+    if run_dir is None:
+        return False
+    from hp_train.checkpoint.layout import newest_committed
+
+    return newest_committed(run_dir / "checkpoints") is not None
 
 
 def resolved(config: TrainerConfig) -> TrainerConfig:
@@ -79,6 +92,11 @@ def _pipeline_faults(config: TrainerConfig) -> list[str]:
 
 
 def warn(config: TrainerConfig) -> None:
-    """Tell which settings have no effect in this run."""
-    for message in warnings(config):
+    """Tell which settings have no effect in this run, and what is likely a mistake."""
+    found = warnings(config)
+    if config.model.pretrained is not None:
+        from hp_train.pretrained.fit import tokenizer_warnings
+
+        found += tokenizer_warnings(config)
+    for message in found:
         print(f"hp-train: warning: {message}", file=sys.stderr)

@@ -152,8 +152,8 @@ def _help_part(name: str) -> str:
     return part(name)
 
 
-def finish(composed: DictConfig, request: Request) -> Composition:
-    """Resolve and check a composed config."""
+def finish(composed: DictConfig, request: Request, *, is_saved: bool = False) -> Composition:
+    """Resolve and check a composed config; `is_saved` says that its values are those of a run, with changes."""
     from hp_train.config.validate import check_config  # not needed to print a config: --cfg starts faster
 
     faults = list(request.all_faults)
@@ -166,6 +166,7 @@ def finish(composed: DictConfig, request: Request) -> Composition:
         section, _, name = key.rpartition(".")
         setattr(value_at(config, section), name, value)
     _normalize(config)
+    faults.extend(_adopt_pretrained(config, request, is_saved=is_saved))
     unknown = [key for fault in faults for key in fault.unknown]
     faults.extend(check_config(config, unknown))
     overrides = tuple(request.overrides)
@@ -193,7 +194,7 @@ def change(saved: Path, overrides: Sequence[str], recipe: str | None = None) -> 
             OmegaConf.update(tree, override.key_or_group, override.value())
     except (OSError, AttributeError, *_HYDRA_ERRORS) as error:
         raise ConfigError(f"{saved} cannot be used: {one_line(error)}") from error
-    return finish(tree, request)
+    return finish(tree, request, is_saved=True)
 
 
 def _refuse_incomplete(saved: Path, written: Any) -> None:
@@ -261,6 +262,16 @@ def _normalize(config: TrainerConfig) -> None:
         config.pp.schedule = normalize_pp_schedule(config.pp.schedule)
     with suppress(ValueError):  # told by the bounds of fsdp.dp_mode
         config.fsdp.dp_mode = normalize_dp_mode(config.fsdp.dp_mode)
+
+
+def _adopt_pretrained(config: TrainerConfig, request: Request, *, is_saved: bool) -> list[Fault]:
+    """Give the model the shape of `model.pretrained`. A run's own config has it already: the directory may be gone."""
+    typed = {override.partition("=")[0] for override in request.overrides}
+    if config.model.pretrained is None or (is_saved and "model.pretrained" not in typed):
+        return []
+    from hp_train.pretrained.fit import adopt_shape  # only runs that start from weights pay for it
+
+    return adopt_shape(config, typed)
 
 
 def one_line(error: BaseException) -> str:

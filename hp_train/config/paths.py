@@ -13,7 +13,7 @@ from pathlib import Path
 from hp_train.config.schema import TrainerConfig
 from hp_train.config.schema_tree import value_at
 
-_KEYS = ("trainer.run_dir", "data.path", "data.val_path", "data.tokenizer", "pp.schedule")
+_KEYS = ("trainer.run_dir", "data.path", "data.val_path", "data.tokenizer", "pp.schedule", "model.pretrained")
 _SCHEDULE_FILE = "file:"  # what `compile.pass_config.normalize_pp_schedule` leaves before a path
 
 
@@ -57,7 +57,7 @@ def _absolute(key: str, value: str | None) -> str | None:
         path = value.removeprefix(_SCHEDULE_FILE)
         return value if path == value else _SCHEDULE_FILE + str(Path(path).absolute())
     path = Path(value)
-    return str((path.expanduser() if key == "trainer.run_dir" else path).absolute())
+    return str((path.expanduser() if key in ("trainer.run_dir", "model.pretrained") else path).absolute())
 
 
 def _key_of(override: str) -> str:

@@ -33,7 +33,8 @@ class SourceInfo:
 
     Token counts are None where there is no end (random). `vocab_size` is the tokenizer's, special tokens included, and
     `max_token_id_bound` the largest id that occurs; both None for random, which follows the model. `longest_document`
-    is in tokens. `fingerprint` changes with any token of either part.
+    is in tokens. `fingerprint` changes with any token of either part. `tokenizer` is its name, None where there is no
+    text; `tokenizer_sha256` is of its file, None for bytes.
     """
 
     name: str
@@ -43,6 +44,8 @@ class SourceInfo:
     max_token_id_bound: int | None
     longest_document: int | None
     fingerprint: str
+    tokenizer: str | None = None
+    tokenizer_sha256: str | None = None
 
     def faults(self, *, seq_len: int, vocab_size: int, document_boundaries: str, evaluates: bool) -> list[str]:
         """One line for each reason why a run with these settings, evaluating or not, cannot read this data."""
@@ -97,6 +100,7 @@ def _describe_shakespeare(config: DataConfig) -> SourceInfo:
         max_token_id_bound=127,  # the text is ASCII
         longest_document=shakespeare.NUM_TRAIN_BYTES,
         fingerprint=shakespeare.TEXT_SHA256,
+        tokenizer=BYTE_VOCABULARY.tokenizer,
     )
 
 
@@ -137,6 +141,8 @@ def _tokens_info(
         max_token_id_bound=max_token_id,
         longest_document=min(train.longest_document, num_train_tokens),
         fingerprint=hashlib.sha256(parts.encode()).hexdigest(),
+        tokenizer=train.vocabulary.tokenizer,
+        tokenizer_sha256=train.vocabulary.sha256,
     )
 
 

@@ -87,5 +87,6 @@ def _cut(model: Llama, config: TrainerConfig, pass_config: PassConfig, mesh: Mes
             precision=precision,
         )
     model.to_empty(device=mesh.device)
-    initialize(model, config.trainer.seed)
+    if config.model.pretrained is None:  # else every weight is loaded, from there or from a checkpoint
+        initialize(model, config.trainer.seed)
     return model
