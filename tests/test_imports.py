@@ -16,7 +16,7 @@ FLOORS = [
     {"errors", "topology"},
     {"config.schema", "config.fields"},
     {"schedule", "models.shapes"},
-    {"stage_split", "compile.pass_config", "training.run_context", "pipeline_plan"},
+    {"stage_split", "compile.pass_config", "training.progress", "training.run_context", "pipeline_plan"},
     {"models", "data", "checkpoint", "fully_shard", "pipeline_parallel", "compile"},
     {"parallel", "config", "pretrained"},
     {"training", "planning"},
