@@ -75,7 +75,7 @@ VALUES = [
         case("mapping for integer", "trainer.max_steps={a:1}", ("trainer.max_steps={a:1} is not an integer",)),
         case("null for integer", "trainer.max_steps=null", ("trainer.max_steps is empty", "an integer")),
         case("text for number", "optimizer.lr=fast", ("optimizer.lr=fast is not a number",)),
-        case("number for list", "optimizer.betas=0.9", ("optimizer.betas=0.9 is not a list of numbers",)),
+        case("text for list", "optimizer.betas=fast", ("optimizer.betas=fast is not a list of numbers",)),
         case("text in list", "pp.layer_split=[2,two]", ("pp.layer_split=[2,two] is not a list of integers",)),
     ),
     case("short list", "optimizer.betas=[0.9]", ("optimizer.betas=[0.9]", "give 2")),
@@ -127,8 +127,8 @@ VALUES = [
     together(
         "unreadable values",
         case("several values", "trainer.max_steps=1,2", ("trainer.max_steps=1,2 gives several values", "--multirun")),
-        case("unreadable", "trainer.run_name=a=b", ("trainer.run_name=a=b cannot be read", "quote")),
-        case("unbalanced", "optimizer.betas=[0.9", ("optimizer.betas=[0.9 cannot be read",)),
+        case("stray bracket", "pp.layer_split=2]", ("pp.layer_split=2] cannot be read",)),
+        case("unbalanced", "optimizer.betas=[0.9", ("optimizer.betas=[0.9 cannot be read", "does not close")),
     ),
 ]
 CHOICES = [

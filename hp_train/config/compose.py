@@ -23,7 +23,6 @@ from hydra import main as hydra_main
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,9 +31,12 @@ from hp_train.config import sources
 from hp_train.config.faults import EVERYTHING, Fault
 from hp_train.config.key_check import check_value, is_interpolation
 from hp_train.config.override_check import Request, check_request
+from hp_train.config.paths import expand_home
 from hp_train.config.schema import TrainerConfig
 from hp_train.config.schema_tree import GROUPS, LEAVES, SECTIONS, Leaf, misfit, spell, value_at
 from hp_train.config.search_path import CONFIGS, SearchPath, search_path
+from hp_train.config.typed_value import Unreadable, read_value
+from hp_train.config.yaml_text import read as read_yaml
 from hp_train.errors import ConfigError
 
 _VERSION_BASE = "1.3"
@@ -78,10 +80,14 @@ def examine(overrides: Sequence[str], config_dir: str | None = None) -> Composit
     request = check_request(overrides, search_path(config_dir))
     _refuse_unreadable(request)
     _prepare(request)
+    return _compose_one(request)
+
+
+def _compose_one(request: Request) -> Composition:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIGS), version_base=_VERSION_BASE):
-            composed = hydra_compose(_PRIMARY, list(request.overrides))
+            composed = hydra_compose(_PRIMARY, request.for_hydra)
     except _HYDRA_ERRORS as error:
         raise ConfigError(*(fault.message for fault in request.all_faults), one_line(error)) from error
     return finish(composed, request)
@@ -98,19 +104,24 @@ def run_hydra(flags: Sequence[str], request: Request, *, strict: bool = False) -
     if strict and request.all_faults:
         raise ConfigError(*(fault.message for fault in request.all_faults))
     _prepare(request)
+    if not flags and not any(override.startswith("hydra.") for override in request.for_hydra):
+        return [_compose_one(request)]  # Hydra's entry would compose twice, first to learn that it is one job
     composed: list[Composition] = []
+    is_multirun = "--multirun" in flags
 
     def collect(config: DictConfig) -> None:
         hydra = HydraConfig.get()
         composition = finish(config, request)
-        overrides = tuple(OmegaConf.to_container(hydra.overrides.task, resolve=False))
-        composed.append(replace(composition, recipe=hydra.runtime.choices.get("recipe"), overrides=overrides))
+        if is_multirun:  # in Hydra's grammar; what it quotes means the same to us
+            overrides = tuple(OmegaConf.to_container(hydra.overrides.task, resolve=False))
+            composition = replace(composition, recipe=hydra.runtime.choices.get("recipe"), overrides=overrides)
+        composed.append(composition)
 
     entry = hydra_main(config_path=str(CONFIGS), config_name=_PRIMARY, version_base=_VERSION_BASE)(collect)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors come to us and not as a block of text to the terminal
     arguments = sys.argv
     with _place_for_the_sweep(flags, request) as place:
-        sys.argv = [sys.argv[0], *flags, *place, *request.overrides]
+        sys.argv = [sys.argv[0], *flags, *place, *request.for_hydra]
         try:
             entry()
         except _HYDRA_ERRORS as error:
@@ -143,7 +154,7 @@ def _refuse_unreadable(request: Request) -> None:
 def _prepare(request: Request) -> None:
     ConfigStore.instance().store(name="hp_train_schema", node=TrainerConfig)
     OmegaConf.register_new_resolver("hp_train_help", _help_part, replace=True)
-    sources.activate(request.path, request.files.unusable, request.sections_touched)
+    sources.activate(request.path, request.files.unusable, request.sections_touched, request.mappings_given)
 
 
 def _help_part(name: str) -> str:
@@ -181,7 +192,7 @@ def change(saved: Path, overrides: Sequence[str], recipe: str | None = None) -> 
     request = check_request(overrides, SearchPath())
     request.recipe = recipe
     try:
-        written = OmegaConf.load(saved)
+        written = OmegaConf.create(read_yaml(saved.read_text(encoding="utf-8")))
         _refuse_incomplete(saved, written)
         found = [fault for name, value in OmegaConf.to_container(written).items() for fault in check_value(name, value)]
         if found:
@@ -190,8 +201,8 @@ def change(saved: Path, overrides: Sequence[str], recipe: str | None = None) -> 
         for section in request.sections_touched:
             if OmegaConf.select(tree, section) is None:
                 OmegaConf.update(tree, section, SECTIONS[section]())
-        for override in OverridesParser.create().parse_overrides(request.overrides):
-            OmegaConf.update(tree, override.key_or_group, override.value())
+        for argument in request.arguments:
+            OmegaConf.update(tree, argument.key, argument.value, merge=argument.adds)
     except (OSError, AttributeError, *_HYDRA_ERRORS) as error:
         raise ConfigError(f"{saved} cannot be used: {one_line(error)}") from error
     return finish(tree, request, is_saved=True)
@@ -248,10 +259,10 @@ def _resolve_one(untyped: DictConfig, leaf: Leaf, resolved: dict[str, Any]) -> s
 
 
 def _from_text(value: str, leaf: Leaf) -> Any:
-    read = OmegaConf.to_container(OmegaConf.create(f"value: {value}"))["value"]
-    if isinstance(read, bool) and value.strip().lower() not in ("true", "false"):
+    try:
+        return read_value(leaf.key, value)
+    except Unreadable:
         return value
-    return read
 
 
 def _normalize(config: TrainerConfig) -> None:
@@ -262,6 +273,7 @@ def _normalize(config: TrainerConfig) -> None:
         config.pp.schedule = normalize_pp_schedule(config.pp.schedule)
     with suppress(ValueError):  # told by the bounds of fsdp.dp_mode
         config.fsdp.dp_mode = normalize_dp_mode(config.fsdp.dp_mode)
+    expand_home(config)
 
 
 def _adopt_pretrained(config: TrainerConfig, request: Request, *, is_saved: bool) -> list[Fault]:

@@ -1,7 +1,8 @@
 """Bounds of config fields: declared beside the field, checked by `config.validate`, shown in the help. No torch.
 
-`number(1.0, low=0, above=True)` makes a dataclass field that carries its bounds in `metadata`, and `choice("a", "a", "b")`
-one that carries its valid values. The dataclass tree itself stays plain, so that OmegaConf reads it unchanged.
+`number(1.0, low=0, above=True)` makes a dataclass field that carries its bounds in `metadata`, `choice("a", "a", "b")`
+one that carries its valid values, and `file_path()` one that names a file or folder. The dataclass tree itself stays plain,
+so that OmegaConf reads it unchanged.
 """
 
 from __future__ import annotations
@@ -70,6 +71,16 @@ def number(
 def choice(default: Any, *choices: Any) -> Any:
     """Declare a field that takes one of `choices`."""
     return dataclasses.field(default=default, metadata={"bounds": Bounds(choices=choices)})
+
+
+def file_path(default: str | None = None) -> Any:
+    """Declare a text field that names a file or folder: `~` is the home folder; a run keeps it as an absolute path."""
+    return dataclasses.field(default=default, metadata={"path": True})
+
+
+def is_path(field: dataclasses.Field) -> bool:
+    """Say whether a field was declared by `file_path`."""
+    return bool(field.metadata.get("path"))
 
 
 def bounds_of(field: dataclasses.Field) -> Bounds:

@@ -1,19 +1,16 @@
 """Checks what was typed as `key=value` and `group=option` before Hydra composes it. No torch.
 
-Every argument is parsed by Hydra's own grammar and held against the schema and the options that exist. Arguments at
+Every argument is read as its key means it (`argument`) and held against the schema and the options that exist. Those at
 fault are told and left out, so that the rest can still be composed and checked: all faults are told at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString, Transformer
-from hydra.errors import HydraException
-
+from hp_train.config.argument import Argument, Unreadable, read_argument
 from hp_train.config.faults import EVERYTHING, Fault
 from hp_train.config.key_check import a_key_of, check_value, is_interpolation
 from hp_train.config.near_match import did_you_mean, nearest
@@ -29,16 +26,35 @@ class Request:
     """What a command line asks for: the arguments that can be composed, and the faults of the others."""
 
     path: SearchPath
-    overrides: list[str] = field(default_factory=list)  # as typed, without `+`
+    arguments: list[Argument] = field(default_factory=list)  # the sound ones, each key once
     choices: dict[str, str] = field(default_factory=dict)  # group -> option, as typed
     recipe: str | None = None
     faults: list[Fault] = field(default_factory=list)
     files: FileCheck = field(default_factory=FileCheck)
 
     @property
+    def overrides(self) -> list[str]:
+        """Return the arguments as typed, without `+`."""
+        return [argument.typed for argument in self.arguments]
+
+    @property
+    def for_hydra(self) -> list[str]:
+        """Return the arguments in Hydra's grammar."""
+        return [argument.for_hydra() for argument in self.arguments]
+
+    @property
+    def mappings_given(self) -> set[str]:
+        """Return the mappings that are given whole: what files say of them does not count."""
+        return {
+            argument.key
+            for argument in self.arguments
+            if argument.key in LEAVES and LEAVES[argument.key].is_mapping and not argument.adds
+        }
+
+    @property
     def sections_touched(self) -> set[str]:
         """Return the groups that may be null of which a key is given: they must be there for Hydra to set it."""
-        keys = [override.partition("=")[0] for override in self.overrides]
+        keys = [argument.key for argument in self.arguments]
         return OPTIONAL_SECTIONS.intersection([*keys, *(key.rpartition(".")[0] for key in keys)])
 
     @property
@@ -53,28 +69,33 @@ def check_request(arguments: Sequence[str], path: SearchPath, *, multirun: bool 
     multirun: whether an argument may give several values, one for each job.
     """
     request = Request(path)
-    kept: dict[str, str] = {}
-    parser = OverridesParser.create()
-    for argument in arguments:
-        override = _parse(parser, argument, request)
-        if override is None:
+    kept: dict[tuple[str, ...], Argument] = {}
+    for typed in arguments:
+        argument = _read(typed, request, multirun)
+        if argument is None:
             continue
-        found = list(_check(override, path, multirun))
+        found = list(_check(argument, path, multirun))
         request.faults.extend(found)
-        if found:
-            continue
-        key = override.key_or_group
-        kept.pop(key, None)
-        if key == RECIPE_GROUP and override.value() is None:
-            request.choices.pop(RECIPE_GROUP, None)
-            continue  # no recipe, as if none had been named
-        kept[key] = argument.lstrip("+")
-        if key in (*GROUPS, RECIPE_GROUP) and not override.is_sweep_override():
-            request.choices[key] = override.value()
-    request.overrides = list(kept.values())
-    request.recipe = request.choices.pop(RECIPE_GROUP, None)
+        if not found:
+            _keep(argument, kept)
+    request.arguments = list(kept.values())
+    choices = {
+        argument.key: argument.value
+        for argument in request.arguments
+        if argument.key in (*GROUPS, RECIPE_GROUP) and not argument.is_sweep
+    }
+    request.recipe = choices.pop(RECIPE_GROUP, None)
+    request.choices = choices
     request.files = check_files(request.recipe, request.choices, path)
     return request
+
+
+def _keep(argument: Argument, kept: dict[tuple[str, ...], Argument]) -> None:
+    """Put an argument in the place of those for the same key; entries of a mapping add up until it is given whole."""
+    place = (argument.key, *argument.value) if argument.adds else (argument.key,)
+    for other in [other for other in kept if other[: len(place)] == place]:
+        del kept[other]
+    kept[place] = argument
 
 
 def is_group_override(argument: str) -> bool:
@@ -82,28 +103,25 @@ def is_group_override(argument: str) -> bool:
     return argument.partition("=")[0].lstrip("+") in (*GROUPS, RECIPE_GROUP)
 
 
-def _parse(parser: OverridesParser, argument: str, request: Request) -> Override | None:
-    if argument.startswith("~"):
-        request.faults.append(_deletion(argument))
+def _read(typed: str, request: Request, multirun: bool) -> Argument | None:
+    if typed.startswith("~"):
+        request.faults.append(_deletion(typed))
         return None
-    key, equals, value = argument.partition("=")
+    key, equals, _ = typed.partition("=")
     if not equals:
-        word = nearest(argument, (*GROUPS, *LEAVES))
+        word = nearest(typed, (*GROUPS, *LEAVES))
         near = did_you_mean([f"{word}=..." if word else None])
-        request.faults.append(Fault(f"argument {argument} is not key=value{near}"))
+        request.faults.append(Fault(f"argument {typed} is not key=value{near}"))
         return None
     if not key.strip("+ "):
-        request.faults.append(Fault(f"argument {argument} has no key before the ="))
+        request.faults.append(Fault(f"argument {typed} has no key before the ="))
         return None
     try:
-        override = parser.parse_override(argument)
-    except HydraException:
-        can_quote = key.lstrip("+") in (*LEAVES, *SECTIONS, RECIPE_GROUP) and not {"'", '"'} & set(value)
-        hint = f"; quote the value: '{key}=\"{value}\"'" if can_quote else ""
-        request.faults.append(Fault(f"argument {argument} cannot be read{hint}", (key.lstrip("+"),)))
+        return read_argument(typed, multirun=multirun)
+    except Unreadable:
+        text = f"argument {typed} cannot be read: a bracket or a quote does not close"
+        request.faults.append(Fault(text, (key.strip("+ "),)))
         return None
-    override.input_line = argument
-    return override
 
 
 def _deletion(argument: str) -> Fault:
@@ -116,49 +134,43 @@ def _deletion(argument: str) -> Fault:
     return Fault(f"{argument}: nothing can be deleted from the config, and it has no key {key}")
 
 
-def _check(override: Override, path: SearchPath, multirun: bool) -> Iterator[Fault]:
-    key = override.key_or_group
-    if override.package is not None:
-        yield Fault(f"{override.input_line}: a group has one place in the config; leave out @{override.package}")
+def _check(argument: Argument, path: SearchPath, multirun: bool) -> Iterator[Fault]:
+    key, typed = argument.key, argument.typed
+    group, at, package = key.partition("@")
+    if at:
+        yield Fault(f"{typed}: a group has one place in the config; leave out @{package}", (f"{group}.",))
         return
-    if key == "hydra" or override.is_hydra_override():
-        if override.input_line.startswith("+") or key not in _HYDRA_KEYS:
-            yield Fault(f"{override.input_line}: of Hydra's own settings only {', '.join(_HYDRA_KEYS)} can be set")
+    if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        if key not in _HYDRA_KEYS:
+            yield Fault(f"{typed}: of Hydra's own settings only {', '.join(_HYDRA_KEYS)} can be set")
         return
-    if override.is_sweep_override():
-        if multirun:
-            yield from _first(_check_sweep(override, path))
-        else:
-            yield Fault(
-                f"{override.input_line} gives several values; a list is {key}=[a,b], a text is quoted, "
-                "and --multirun runs one job for each",
-                (key,),
-            )
+    if argument.is_sweep and not multirun and (key in LEAVES or key in (*GROUPS, RECIPE_GROUP)):
+        text = f"{typed} gives several values; a list is {key}=[a,b], and --multirun runs one job for each"
+        yield Fault(text, (key,))
+    elif argument.sweep:
+        yield from dict.fromkeys(_check_sweep(argument, path))
+    else:
+        yield from dict.fromkeys(fault for value in argument.values for fault in _check_single(key, value, path))
+
+
+def _check_sweep(argument: Argument, path: SearchPath) -> Iterator[Fault]:
+    """Check every value of a sweep that Hydra counts; intervals are for sweepers that are not here."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser  # slow to import, and seldom needed
+    from hydra.core.override_parser.types import QuotedString, Transformer
+    from hydra.errors import HydraException
+
+    try:
+        override = OverridesParser.create().parse_override(argument.typed)
+    except HydraException:
+        yield Fault(f"argument {argument.typed} cannot be read", (argument.key,))
         return
-    yield from _check_single(key, override.value(), path)
-
-
-def _first(faults: Iterable[Fault]) -> Iterator[Fault]:
-    seen = set()
-    for fault in faults:
-        if fault not in seen:
-            seen.add(fault)
-            yield fault
-
-
-def _check_sweep(override: Override, path: SearchPath) -> Iterator[Fault]:
-    """Check every value of a sweep that can be counted; intervals are for sweepers that are not here."""
     if not override.is_discrete_sweep():
-        yield Fault(f"{override.input_line}: give the values one by one, or a range", (override.key_or_group,))
+        yield Fault(f"{argument.typed}: give the values one by one, or a range", (argument.key,))
         return
     if override.is_choice_sweep() and not hasattr(override.value(), "list"):
         return  # a glob over the options of a group
     for value in override.sweep_iterator(transformer=Transformer.identity):
-        yield from _check_single(override.key_or_group, _plain(value), path)
-
-
-def _plain(value: Any) -> Any:
-    return value.text if isinstance(value, QuotedString) else value
+        yield from _check_single(argument.key, value.text if isinstance(value, QuotedString) else value, path)
 
 
 def _check_single(key: str, value: Any, path: SearchPath) -> Iterator[Fault]:
@@ -169,15 +181,15 @@ def _check_single(key: str, value: Any, path: SearchPath) -> Iterator[Fault]:
 
 
 def _check_option(group: str, option: Any, path: SearchPath) -> Iterator[Fault]:
-    if option is None and group == RECIPE_GROUP:
-        return  # no recipe
     options = path.options_of(group)
     unknown = (EVERYTHING if group == RECIPE_GROUP else f"{group}.",)
     choices = f"; use {', '.join(options)}" if options else f"; set its keys, such as {a_key_of(group)}"
     text = spell(option)
-    if option is None:
+    if option is None and group == RECIPE_GROUP:
+        yield Fault(f"recipe=null names no recipe; leave it out, or use {', '.join(options)}", unknown)
+    elif option is None:
         yield Fault(f"{group}=null: a group cannot be null{choices}", unknown)
-    elif isinstance(option, (list, dict, bool)):
+    elif text[:1] in ("[", "{"):
         yield Fault(f"{group}={text} is not the name of an option{choices}", unknown)
     elif not text.strip():
         yield Fault(f"{group} is empty{choices}", unknown)

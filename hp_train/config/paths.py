@@ -1,28 +1,39 @@
-"""Paths in a config that is written down: made absolute, so that a run can be resumed from any folder. No torch.
+"""Paths in a config: `~` is the home folder; what is written down is absolute, so that a run goes on from any folder.
 
-Errors name paths as typed; hence this comes last, when a new run has passed its checks and its config is saved.
+No torch. The fields declared by `fields.file_path` hold them, and `pp.schedule=file:PATH`. Errors name paths as typed; hence
+`with_absolute_paths` comes last, when a new run has passed its checks and its config is saved.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
+import copy
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from hp_train.config.schema import TrainerConfig
-from hp_train.config.schema_tree import value_at
+from hp_train.config.schema_tree import LEAVES, value_at
+from hp_train.config.typed_value import typed_text
 
-_KEYS = ("trainer.run_dir", "data.path", "data.val_path", "data.tokenizer", "pp.schedule", "model.pretrained")
+_SCHEDULE = "pp.schedule"
 _SCHEDULE_FILE = "file:"  # what `compile.pass_config.normalize_pp_schedule` leaves before a path
+_NO_PATHS = {("data.tokenizer", "byte")}
+
+
+def expand_home(config: TrainerConfig) -> None:
+    """Put the home folder in the place of `~` before every path, in place."""
+    for key in _keys():
+        value = value_at(config, key)
+        if isinstance(value, str) and "~" in value:
+            prefix = _SCHEDULE_FILE if key == _SCHEDULE and value.startswith(_SCHEDULE_FILE) else ""
+            _set(config, key, prefix + os.path.expanduser(value.removeprefix(prefix)))
 
 
 def with_absolute_paths(config: TrainerConfig) -> TrainerConfig:
     """Return `config` with each path that is relative joined to the current folder."""
-    changed = {key: _absolute(key, value_at(config, key)) for key in _KEYS}
-    for section in {key.partition(".")[0] for key in changed}:
-        values = {key.partition(".")[2]: value for key, value in changed.items() if key.startswith(f"{section}.")}
-        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
+    config = copy.deepcopy(config)
+    for key in _keys():
+        _set(config, key, _absolute(key, value_at(config, key)))
     return config
 
 
@@ -46,18 +57,28 @@ def still_pinned(pins: Sequence[str], overrides: Sequence[str]) -> list[str]:
     return [pin for pin in pins if not {"recipe", pin.partition(".")[0]} & chosen]
 
 
+def _keys() -> list[str]:
+    return [_SCHEDULE, *(key for key, leaf in LEAVES.items() if leaf.is_path)]
+
+
+def _set(config: TrainerConfig, key: str, value: str | None) -> None:
+    section, _, name = key.rpartition(".")
+    owner = value_at(config, section)
+    if owner is not None:
+        setattr(owner, name, value)
+
+
 def _moved(config: TrainerConfig) -> list[str]:
-    return [key for key in _KEYS if value_at(config, key) != _absolute(key, value_at(config, key))]
+    return [key for key in _keys() if value_at(config, key) != _absolute(key, value_at(config, key))]
 
 
 def _absolute(key: str, value: str | None) -> str | None:
-    if value is None or (key == "data.tokenizer" and value == "byte"):
+    if value is None or (key, value) in _NO_PATHS:
         return value
-    if key == "pp.schedule":
+    if key == _SCHEDULE:
         path = value.removeprefix(_SCHEDULE_FILE)
-        return value if path == value else _SCHEDULE_FILE + str(Path(path).absolute())
-    path = Path(value)
-    return str((path.expanduser() if key in ("trainer.run_dir", "model.pretrained") else path).absolute())
+        return value if path == value else _SCHEDULE_FILE + str(Path(path).expanduser().absolute())
+    return str(Path(value).expanduser().absolute())
 
 
 def _key_of(override: str) -> str:
@@ -65,6 +86,5 @@ def _key_of(override: str) -> str:
 
 
 def _typed(key: str, config: TrainerConfig) -> str:
-    """Return the override that gives `key` its value in `config`, quoted as Hydra's grammar wants it."""
-    text = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + match[2].replace("'", r"\'"), str(value_at(config, key)))
-    return f"{key}='{text}'"
+    """Return the override that gives `key` its value in `config`."""
+    return f"{key}={typed_text(value_at(config, key))}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import List, Optional, Union  # OmegaConf resolves these names at run time
 
-from hp_train.config.fields import choice, number
+from hp_train.config.fields import choice, file_path, number
 
 MAX_COUNT = 10**9
 MAX_TOKENS = 10**8
@@ -49,11 +49,11 @@ class TrainerSection:
     """Evaluate on held-out text every so many steps and at the end; 0 never. Integer, steps; default 0; 0 to 1e+09."""
     eval_batches: int = number(8, 1, MAX_COUNT)
     """Global batches per evaluation. Integer, batches; default 8; 1 to 1e+09."""
-    run_dir: Optional[str] = None
+    run_dir: Optional[str] = file_path()
     """The run directory itself; null makes one under runs_root. Path; default null."""
     run_name: Optional[str] = None
     """Name of the folder under runs_root in place of the recipe's. Text; default null."""
-    runs_root: Optional[str] = None
+    runs_root: Optional[str] = file_path()
     """Folder of all runs; null is $HP_TRAIN_RUNS, else ./runs. Path; default null."""
     resume: str = choice("never", "auto", "must", "never")
     """When trainer.run_dir holds a run: auto goes on with it or begins it, must goes on from a checkpoint or fails, never
@@ -170,7 +170,7 @@ class ModelSection:
     """Use the embedding as the output matrix. Boolean; default false."""
     max_seq_len: int = number(2048, 1, MAX_TOKENS)
     """Longest sequence the model accepts. Integer, tokens; default 2048; 1 to 1e+08."""
-    pretrained: Optional[str] = None
+    pretrained: Optional[str] = file_path()
     """Hugging Face directory of a Llama (config.json, safetensors) that the run starts from: its config.json sets the
     keys above, its weights are loaded. Path; default null."""
 
@@ -182,11 +182,11 @@ class DataSection:
     name: str = choice("shakespeare", "shakespeare", "tokens", "random")
     """shakespeare ships with the package, tokens reads prepared files, random makes tokens up to measure speed. Text;
     default shakespeare; shakespeare, tokens, random."""
-    path: Optional[str] = None
+    path: Optional[str] = file_path()
     """Folder made by `hp-train data prepare`, for name=tokens. Path; default null."""
-    val_path: Optional[str] = None
+    val_path: Optional[str] = file_path()
     """Folder of held-out text; null takes the last tenth of path. Path; default null."""
-    tokenizer: str = "byte"
+    tokenizer: str = file_path("byte")
     """byte, or the tokenizer file the folder was prepared with, which is then checked. Text or path; default byte."""
     document_boundaries: str = choice("attend", "attend", "isolate", "pad")
     """attend packs documents and attention crosses them; isolate packs them, attention and positions stay inside one;

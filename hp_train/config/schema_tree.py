@@ -12,7 +12,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from hp_train.config.fields import Bounds, bounds_of
+from hp_train.config.fields import Bounds, bounds_of, is_path
 from hp_train.config.schema import TrainerConfig
 
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
@@ -25,18 +25,27 @@ class Leaf:
 
     key: str
     kinds: tuple[type, ...]
-    item: type | None  # type of the items when it is a list
+    item: type | None  # type of the items when it is a list or a mapping
     optional: bool  # whether null is a value
     bounds: Bounds
     default: Any
+    is_mapping: bool = False  # whether it maps names, any names, to items
+    is_path: bool = False  # whether its text names a file or folder
 
     @property
     def section(self) -> str:
         """Return the key of the group that holds it."""
         return self.key.rpartition(".")[0]
 
+    @property
+    def is_text(self) -> bool:
+        """Say whether it takes text alone, so that nothing in what is typed can have another meaning."""
+        return self.kinds == (str,)
+
     def expects(self) -> str:
         """Return in words what type of value it takes: `an integer`, `a list of numbers`."""
+        if self.is_mapping:
+            return f"a mapping of names to {_PLURALS[self.item]}"
         if self.item is not None:
             return f"a list of {_PLURALS[self.item]}"
         kinds = [kind for kind in self.kinds if not (kind is str and len(self.kinds) > 1)]
@@ -62,6 +71,10 @@ def misfit(leaf: Leaf, value: Any) -> str | None:
         return None if leaf.optional else "is empty"
     if isinstance(value, str) and not value.strip():
         return "is empty"
+    if leaf.is_mapping:
+        if isinstance(value, dict) and all(isinstance(k, str) and _is_a(v, leaf.item) for k, v in value.items()):
+            return None
+        return f"is not {leaf.expects()}"
     if leaf.item is not None:
         if isinstance(value, list) and all(_is_a(item, leaf.item) for item in value):
             return None
@@ -127,9 +140,18 @@ def _arms(hint: Any) -> tuple[tuple[Any, ...], bool]:
 
 
 def _leaf(key: str, arms: tuple[Any, ...], optional: bool, field: dataclasses.Field) -> Leaf:
-    item = typing.get_args(arms[0])[0] if typing.get_origin(arms[0]) is list else None
+    origin = typing.get_origin(arms[0])
+    item = typing.get_args(arms[0])[-1] if origin in (list, dict) else None
     default = field.default_factory() if field.default is dataclasses.MISSING else field.default
-    return Leaf(key, () if item else arms, item, optional, bounds_of(field), default)
+    kinds = () if item else arms
+    return Leaf(key, kinds, item, optional, bounds_of(field), default, origin is dict, is_path(field))
+
+
+def entry_of(key: str) -> tuple[Leaf, str] | None:
+    """Return mapping and name where `key` names an entry of a mapping, new ones included: `data.mix.mine`."""
+    owner, _, name = key.rpartition(".")
+    leaf = LEAVES.get(owner)
+    return (leaf, name) if leaf is not None and leaf.is_mapping and name else None
 
 
 LEAVES, SECTIONS = _build()

@@ -17,21 +17,26 @@ from omegaconf import DictConfig, OmegaConf
 
 from hp_train.config.schema_tree import GROUPS
 from hp_train.config.search_path import RECIPE_GROUP, SearchPath
+from hp_train.config.yaml_text import read as read_yaml
 
 _SCHEME = "hp-train"
 _active: SearchPath = SearchPath()
 _unusable: dict[Path, set[str]] = {}
 _present: set[str] = set()
+_given: set[str] = set()
 
 
-def activate(path: SearchPath, unusable: dict[Path, set[str]], present: set[str]) -> None:
+def activate(
+    path: SearchPath, unusable: dict[Path, set[str]], present: set[str], given: set[str] = frozenset()
+) -> None:
     """Let Hydra look in `path` from now on.
 
     unusable: file -> dotted keys that are left out of it.
     present: dotted groups inside a group that are made where an option leaves them null, since keys of them follow.
+    given: mappings that the command line gives whole: what any file says of them is left out.
     """
-    global _active, _unusable, _present
-    _active, _unusable, _present = path, unusable, present
+    global _active, _unusable, _present, _given
+    _active, _unusable, _present, _given = path, unusable, present, given
     for plugin in (HpTrainConfigSource, HpTrainSearchPath):
         Plugins.instance().register(plugin)
 
@@ -64,9 +69,11 @@ class HpTrainConfigSource(ConfigSource):
         if file is None:
             raise ConfigLoadError(f"{config_path} not found")
         text = file.read_text(encoding="utf-8")
-        config = OmegaConf.create(text) if text.strip() else OmegaConf.create()
+        config = OmegaConf.create(read_yaml(text) or {})
         for key in _unusable.get(file, ()):
             _leave_out(config, key)
+        for mapping in _given:
+            _leave_out(config, mapping if config_path.startswith(f"{RECIPE_GROUP}/") else mapping.partition(".")[2])
         for section in _present:
             owner, _, name = section.partition(".")
             if config_path.startswith(f"{owner}/") and config.get(name) is None:
@@ -96,4 +103,5 @@ class HpTrainConfigSource(ConfigSource):
 def _leave_out(config: DictConfig, key: str) -> None:
     owner, _, name = key.rpartition(".")
     node = OmegaConf.select(config, owner) if owner else config
-    del node[name]
+    if node is not None:
+        node.pop(name, None)

@@ -18,10 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 from hp_train.config.faults import EVERYTHING, Fault
 from hp_train.config.key_check import check_value
 from hp_train.config.near_match import did_you_mean, nearest
-from hp_train.config.schema_tree import GROUPS, LEAVES, SECTIONS
+from hp_train.config.schema_tree import GROUPS, SECTIONS
 from hp_train.config.search_path import CONFIGS, RECIPE_GROUP, RECIPE_PACKAGE, RECIPES, SearchPath, is_recipe, shown
+from hp_train.config.yaml_text import parse
 
-_YamlLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _DEFAULTS_FORMS = "a recipe's name, _self_, or `override /GROUP: OPTION`"
 
 
@@ -141,13 +141,13 @@ def _check_group_file(group: str, file: Path, check: FileCheck) -> None:
 
 
 def _parse(file: Path, check: FileCheck) -> tuple[yaml.MappingNode, dict[str, Any]] | None:
-    """Return the root node (for lines and spelling) and the values as OmegaConf reads them (1e-3 is a number to it).
+    """Return the root node (for lines and spelling) and the values as `yaml_text` reads them.
 
     None, and a fault unless the file is empty, where there is no mapping.
     """
     try:
-        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=_YamlLoader)
-        values = OmegaConf.to_container(OmegaConf.load(file), resolve=False)  # refuses duplicate keys, too
+        root, values = parse(file.read_text(encoding="utf-8"))
+        OmegaConf.create(values)  # refuses interpolations that cannot be read
     except (OSError, UnicodeDecodeError) as error:
         _stop(check, f"{shown(file)} cannot be read: {error}")
         return None
@@ -184,19 +184,10 @@ def _check_keys(
         if isinstance(value, dict) and key in SECTIONS:
             _check_keys(file, value_node, value, key + ".", f"{inside}{name}.", check)
             continue
-        found = list(_check_spelled(key, value, value_node, place))
+        found = list(check_value(key, value, place))
         if found:
             check.faults.extend(found)
             check.unusable.setdefault(file, set()).add(inside + name)
-
-
-def _check_spelled(key: str, value: Any, node: yaml.Node, place: str) -> Iterator[Fault]:
-    """As `check_value`, but YAML's other words for true and false (yes, off) are faults."""
-    if key in LEAVES and isinstance(value, bool) and node.value.lower() not in ("true", "false"):
-        leaf = LEAVES[key]
-        yield Fault(f"{place}{key}={node.value} is not {leaf.expects()}{leaf.choices()}", (key,))
-    else:
-        yield from check_value(key, value, place)
 
 
 def _entries(node: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node]]:

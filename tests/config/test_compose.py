@@ -122,8 +122,9 @@ def test_interpolation_in_a_list_and_of_a_count(here: Path, monkeypatch: pytest.
     assert (config.optimizer.betas, config.launcher.nproc_per_node) == ([0.9, 1e-5], 1)
 
 
-def test_no_recipe_is_an_answer(here: Path) -> None:
-    assert compose(["recipe=llama_pp", "recipe=null"]).config == compose().config
+def test_null_is_no_recipe(here: Path) -> None:
+    with pytest.raises(ConfigError, match="recipe=null names no recipe; leave it out"):
+        compose(["recipe=null"])
 
 
 def test_names_get_one_spelling(here: Path) -> None:

@@ -68,7 +68,7 @@ def test_what_is_no_path_stays(tmp_path: Path) -> None:
 def test_a_started_run_has_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     handed = []
-    monkeypatch.setattr(start, "_launch", lambda run_dir, path, config, plan: handed.append((path, config)) or 0)
+    monkeypatch.setattr(start, "_launch", lambda run_dir, path, config, *_: handed.append((path, config)) or 0)
     overrides = ["trainer.run_dir=run", "trainer.device=cpu"]
     config = compose(overrides).config
     assert start.start_run(config, recipe="", overrides=overrides, argv=[]) == 0

@@ -1,0 +1,161 @@
+"""What a person means by the text after `key=`, and how Hydra is told. No torch.
+
+The field decides how its text is read. Text and paths are taken as they are, whatever characters they hold; one pair of
+quotes around the whole is taken off. Numbers are `numbers.scalar`; lists are `[8,8]`, or `8-8`, which no shell touches;
+mappings are `{name: value}`. `quoted` writes a value so that Hydra's own grammar reads exactly that value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hp_train.config.numbers import scalar
+from hp_train.config.schema_tree import LEAVES, SECTIONS, Leaf, entry_of
+
+_DASHED = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)(?:-[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)*")
+_OPEN, _CLOSE = "[{(", "]})"
+
+
+class Unreadable(ValueError):
+    """A text with a bracket or quote that does not close."""
+
+
+def read_value(key: str, text: str) -> Any:
+    """Return the value of `text` for the field, group of settings or mapping that `key` names.
+
+    Raises Unreadable. The value need not fit the field: `key_check.check_value` says whether it does.
+    """
+    entry = entry_of(key)
+    if entry is not None and entry[0].item is str:
+        return _as_typed(text)
+    leaf = LEAVES.get(key)
+    if leaf is None:
+        return _read_mapping(key, text) if key in SECTIONS and text.lstrip().startswith("{") else _plain(text)
+    if leaf.is_text:
+        return _as_typed(text)
+    if is_interpolated(text):
+        return text
+    if leaf.is_mapping and text.lstrip().startswith("{"):
+        return _read_mapping(key, text)
+    if leaf.item is not None and not leaf.is_mapping:
+        return _read_list(leaf, text)
+    return _plain(text)
+
+
+def is_interpolated(text: str) -> bool:
+    """Say whether a text refers to other values, which OmegaConf puts in its place."""
+    return "${" in text
+
+
+def unquoted(text: str) -> str | None:
+    """Return what stands between the quotes of a text that is one quoted text; None for any other.
+
+    Inside, a backslash before the quote, or before the end, is written twice and the quote after a backslash.
+    """
+    quote = text[:1]
+    if len(text) < 2 or quote not in ("'", '"') or text[-1] != quote:
+        return None
+    inside = text[1:-1]
+    for run in re.finditer(r"(\\*)(" + quote + r"|$)", inside):
+        escapes = len(run[1]) % 2 == 1
+        if escapes != (run[2] == quote):
+            return None
+    return re.sub(r"(\\+)(" + quote + r"|$)", lambda run: run[1][: len(run[1]) // 2] + run[2], inside)
+
+
+def quoted(value: Any) -> str:
+    """Return `value` as Hydra's grammar reads it back."""
+    if isinstance(value, str):
+        inside = re.sub(r"(\\*)('|$)", lambda run: run[1] * 2 + run[2].replace("'", r"\'"), value)
+        return f"'{inside}'"
+    if isinstance(value, list):
+        return f"[{','.join(map(quoted, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{quoted(item)}" for name, item in value.items()) + "}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
+
+
+def typed_text(text: str) -> str:
+    """Return what is typed after `key=` to give a field exactly `text`: the text, in quotes where it would lose its own."""
+    return quoted(text) if text == "null" or unquoted(text) is not None else text
+
+
+def split_top(text: str, separator: str = ",") -> list[str]:
+    """Return the parts of `text` between separators that no bracket and no quoted part encloses. Raises Unreadable."""
+    parts, start, depth, quote = [], 0, [], ""
+    for place, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"" and not text[start:place].strip(" [{("):
+            quote = character
+        elif character in _OPEN:
+            depth.append(_CLOSE[_OPEN.index(character)])
+        elif character in _CLOSE and (not depth or depth.pop() != character):
+            raise Unreadable
+        elif character == separator and not depth:
+            parts.append(text[start:place])
+            start = place + 1
+    if depth or quote:
+        raise Unreadable
+    return [*parts, text[start:]]
+
+
+def _as_typed(text: str) -> str | None:
+    inside = unquoted(text)
+    if inside is not None:
+        return inside
+    return None if text == "null" else text
+
+
+def _plain(text: str) -> Any:
+    """Return the number, list or mapping that a text spells where no field says what it is, else the text."""
+    word = text.strip()
+    if word[:1] == "[":
+        return [_plain(item) for item in _items(word, "]")]
+    if word[:1] == "{":
+        return dict(_entries(word))
+    inside = unquoted(word)
+    return scalar(word) if inside is None else inside
+
+
+def _text_item(item: str) -> str:
+    inside = unquoted(item.strip())
+    return item.strip() if inside is None else inside
+
+
+def _read_list(leaf: Leaf, text: str) -> Any:
+    word = text.strip()
+    if word.startswith("["):
+        read = _text_item if leaf.item is str else _plain
+        return [read(item) for item in _items(word, "]")]
+    if leaf.item in (int, float) and _DASHED.fullmatch(word):
+        return [scalar(number) for number in re.split(r"(?<![eE])-", word)]
+    return _plain(word)
+
+
+def _read_mapping(key: str, text: str) -> dict[str, Any]:
+    return {name: read_value(f"{key}.{name}", item) for name, item in _raw_entries(text.strip())}
+
+
+def _entries(word: str) -> Iterator[tuple[str, Any]]:
+    return ((name, _plain(item)) for name, item in _raw_entries(word))
+
+
+def _raw_entries(word: str) -> Iterator[tuple[str, str]]:
+    for item in _items(word, "}"):
+        name, *rest = split_top(item, ":")
+        if not rest or not name.strip():
+            raise Unreadable
+        inside = unquoted(name.strip())
+        yield name.strip() if inside is None else inside, ":".join(rest).strip()
+
+
+def _items(word: str, end: str) -> list[str]:
+    if len(word) < 2 or word[-1] != end:
+        raise Unreadable
+    inside = word[1:-1]
+    return split_top(inside) if inside.strip() else []
