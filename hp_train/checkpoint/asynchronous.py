@@ -17,6 +17,7 @@ from hp_train.checkpoint.agreement import is_distributed
 from hp_train.checkpoint.layout import encode_json, folder_name
 from hp_train.checkpoint.save import write_shards
 from hp_train.checkpoint.state import CheckpointState, shards_to_save
+from hp_train.checkpoint.storage import SavePolicy
 from hp_train.checkpoint.tensor_shard import TensorShard
 
 
@@ -26,9 +27,9 @@ class AsyncSaver:
     An error of a save in flight is raised by the next `save`, `wait` or `close`, on every rank.
     """
 
-    def __init__(self, checkpoints_dir: Path, *, keep_last: int) -> None:
+    def __init__(self, checkpoints_dir: Path, policy: SavePolicy) -> None:
         self._checkpoints_dir = checkpoints_dir
-        self._keep_last = keep_last
+        self._policy = policy
         self._group = dist.new_group(backend="gloo") if is_distributed() else None
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -59,6 +60,10 @@ class AsyncSaver:
         if error is not None:
             raise error
 
+    def peek_error(self) -> BaseException | None:
+        """Return what the save in flight has failed with so far on this rank; it stays to be raised."""
+        return self._error
+
     def close(self) -> None:
         """Wait for the save in flight, then free the buffers and the process group."""
         try:
@@ -71,9 +76,7 @@ class AsyncSaver:
 
     def _write(self, step: int, shards: Mapping[str, TensorShard], progress: bytes) -> None:
         try:
-            write_shards(
-                self._checkpoints_dir, step, shards, progress, keep_last=self._keep_last, group=self._group
-            )
+            write_shards(self._checkpoints_dir, step, shards, progress, self._policy, group=self._group)
         except BaseException as error:  # carried to the training thread, which raises it
             self._error = error
 

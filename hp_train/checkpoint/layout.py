@@ -6,8 +6,9 @@
       progress.json    step, tokens seen and whatever else the trainer wants back
       manifest.json    size and SHA-256 of every file above
       COMMITTED        SHA-256 of manifest.json, written last
+    checkpoints/latest     the name of the last one that was committed; for people and tools, nothing here reads it
 
-A checkpoint grows as `step_N.saving` and gets its name once COMMITTED is in it. Each byte is covered: tensors and JSON
+A checkpoint grows as `step_N.attempt_A.saving` and gets its name once COMMITTED is in it. Each byte is covered: tensors and JSON
 by the manifest, the manifest by COMMITTED, COMMITTED by the exact form it must have.
 """
 
@@ -27,13 +28,14 @@ COMMITTED = "COMMITTED"
 MANIFEST = "manifest.json"
 METADATA = "metadata.json"
 PROGRESS = "progress.json"
+LATEST = "latest"
 FORMAT = 1
 
 SAVING = ".saving"  # being written
 REPLACED = ".replaced"  # complete, and moved aside while a newer save of the same step takes its name
 DELETING = ".deleting"  # renamed before deletion, so that a half-deleted folder never looks whole
 
-_FOLDER = re.compile(r"step_(\d{8,12})(\.saving|\.replaced|\.deleting)?")
+_FOLDER = re.compile(r"step_(\d{8,12})(?:(?:\.attempt_\d+)?(\.saving|\.deleting)|(\.replaced))?")
 _BLOCK_BYTES = 1 << 22
 
 
@@ -72,6 +74,14 @@ def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def saving_name(step: int, attempt: int) -> str:
+    """Return the name under which `attempt` writes the checkpoint of `step`.
+
+    An attempt that does not know yet that it has been superseded must not write into its successor's folder.
+    """
+    return f"{folder_name(step)}.attempt_{attempt}{SAVING}"
+
+
 def encode_json(value: object) -> bytes:
     """Return `value` as compact JSON; floats keep every bit. Raises TypeError for what JSON cannot hold."""
     return (json.dumps(value, separators=(",", ":")) + "\n").encode()
@@ -95,7 +105,7 @@ def step_folders(checkpoints_dir: Path) -> list[StepFolder]:
     for path in checkpoints_dir.iterdir():
         match = _FOLDER.fullmatch(path.name)
         if match and path.is_dir():
-            found.append(StepFolder(path, int(match[1]), match[2] or ""))
+            found.append(StepFolder(path, int(match[1]), match[2] or match[3] or ""))
     return sorted(found, key=lambda folder: (-folder.step, folder.suffix))
 
 

@@ -31,6 +31,7 @@ from hp_train.checkpoint.layout import (
     step_folders,
 )
 from hp_train.checkpoint.metadata_json import Locations, decode_metadata
+from hp_train.checkpoint.rng import PREFIX
 from hp_train.checkpoint.state import CheckpointState, shards_to_load
 from hp_train.checkpoint.storage import SafetensorsReader, ShardLoadPlanner
 from hp_train.checkpoint.tensor_shard import TensorShard
@@ -126,7 +127,7 @@ def _check_same_tensors(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Refuse a checkpoint that does not hold exactly this run's tensors; partial loading would train on noise."""
-    saved = metadata.state_dict_metadata
+    saved = {name: tensor for name, tensor in metadata.state_dict_metadata.items() if not name.startswith(PREFIX)}
     wanted = {stored_names.get(name, name): shard for name, shard in shards.items()}
     missing = [name for name in wanted if name not in saved]
     different = [

@@ -11,6 +11,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hp_train.checkpoint.layout import sync_folder, write_durably
 
@@ -36,10 +37,32 @@ def cut_metrics(run_dir: Path, step: int, attempt: int) -> int:
             cut[_writer(row_step, first_steps, attempt)].append(line)
     for writer, lines in sorted(cut.items()):
         _append(run_dir / f"metrics.attempt_{writer}.jsonl", b"".join(lines))
-    if cut:
-        write_durably(path, b"".join(kept))
-        sync_folder(run_dir)
+    # Replaced even if nothing is cut: an older attempt that still has it open writes into a file without a name.
+    write_durably(path, b"".join(kept))
+    sync_folder(run_dir)
     return sum(map(len, cut.values()))
+
+
+def lacks_val_loss(run_dir: Path, step: int) -> bool:
+    """Say whether the last row is that of `step` and has no validation loss."""
+    row = _last_row(run_dir)
+    return row is not None and row.get("step") == step and row.get("val_loss") is None
+
+
+def fill_val_loss(run_dir: Path, step: int, val_loss: float) -> None:
+    """Put the validation loss into the last row, that of `step`."""
+    row = _last_row(run_dir)
+    assert row is not None and row["step"] == step, f"the last row of {run_dir / METRICS} is not of step {step}"
+    row["val_loss"] = val_loss
+    lines = (run_dir / METRICS).read_bytes().splitlines(keepends=True)
+    write_durably(run_dir / METRICS, b"".join([*lines[:-1], json.dumps(row).encode() + b"\n"]))
+    sync_folder(run_dir)
+
+
+def _last_row(run_dir: Path) -> dict[str, Any] | None:
+    path = run_dir / METRICS
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return json.loads(lines[-1]) if lines and _step_of(lines[-1]) is not None else None
 
 
 def _first_steps(run_dir: Path, attempt: int) -> dict[int, int]:

@@ -15,10 +15,10 @@ from hp_train.checkpoint.layout import DELETING, folder_name, is_committed, step
 _LOGGER = logging.getLogger(__name__)
 
 
-def prune(checkpoints_dir: Path, *, saved_step: int, keep_last: int) -> None:
+def prune(checkpoints_dir: Path, *, saved_step: int, keep_last: int, keep_every: int | None = None) -> None:
     """Keep the checkpoint of `saved_step` and the newest complete ones before it, `keep_last` in all.
 
-    Left-overs of interrupted saves go, and so does everything beyond `saved_step`: such checkpoints were passed over
+    Complete ones of steps that `keep_every` divides stay beyond that number. Left-overs of interrupted saves go, and so does everything beyond `saved_step`: such checkpoints were passed over
     when the run resumed from an earlier one, and describe steps that are being taken again. A folder that cannot be
     removed is a warning; the save itself has succeeded.
     """
@@ -26,15 +26,24 @@ def prune(checkpoints_dir: Path, *, saved_step: int, keep_last: int) -> None:
     if not is_committed(checkpoints_dir / folder_name(saved_step)):
         _LOGGER.warning("checkpoint of step %d is not where it was just written; nothing is deleted", saved_step)
         return
-    kept = 0
-    for folder in step_folders(checkpoints_dir):
-        if kept < keep_last and folder.suffix == "" and folder.step <= saved_step and is_committed(folder.path):
-            kept += 1
-            continue
+    for path in superfluous(checkpoints_dir, saved_step=saved_step, keep_last=keep_last, keep_every=keep_every):
         try:
-            delete_folder(folder.path)
+            delete_folder(path)
         except OSError as error:
-            _LOGGER.warning("old checkpoint %s could not be deleted: %s", folder.path, error)
+            _LOGGER.warning("old checkpoint %s could not be deleted: %s", path, error)
+
+
+def superfluous(checkpoints_dir: Path, *, saved_step: int, keep_last: int, keep_every: int | None) -> list[Path]:
+    """Return the folders that `prune` would delete."""
+    kept = 0
+    doomed = []
+    for folder in step_folders(checkpoints_dir):
+        is_whole = folder.suffix == "" and folder.step <= saved_step and is_committed(folder.path)
+        if is_whole and kept < keep_last:
+            kept += 1
+        elif not (is_whole and keep_every is not None and folder.step % keep_every == 0):
+            doomed.append(folder.path)
+    return doomed
 
 
 def delete_folder(path: Path) -> None:

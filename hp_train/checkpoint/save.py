@@ -19,9 +19,9 @@ from hp_train.checkpoint.agreement import first_failure, is_distributed, rank_an
 from hp_train.checkpoint.layout import encode_json
 from hp_train.checkpoint.retention import delete_folder
 from hp_train.checkpoint.state import CheckpointState, shards_to_save
-from hp_train.checkpoint.storage import SafetensorsWriter, ShardSavePlanner
+from hp_train.checkpoint.storage import SafetensorsWriter, SavePolicy, ShardSavePlanner
 from hp_train.checkpoint.tensor_shard import TensorShard
-from hp_train.errors import CheckpointError
+from hp_train.errors import CheckpointError, SupersededError
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -30,17 +30,17 @@ def save_checkpoint(
     checkpoints_dir: Path,
     step: int,
     state: CheckpointState,
+    policy: SavePolicy,
     *,
-    keep_last: int,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Save `state` as the checkpoint of `step` and return its folder. Collective over `group` (default: all ranks).
 
-    Keeps `keep_last` complete checkpoints, this one included. Raises CheckpointError, on every rank, when any rank
-    could not write; the checkpoints before are then untouched.
+    Raises on every rank: CheckpointError when any rank could not write, the checkpoints before are then untouched;
+    SupersededError when a newer attempt has taken over, nothing is then written.
     """
     shards, progress = shards_to_save(state), encode_json(dict(state.progress))
-    return write_shards(checkpoints_dir, step, shards, progress, keep_last=keep_last, group=group)
+    return write_shards(checkpoints_dir, step, shards, progress, policy, group=group)
 
 
 def write_shards(
@@ -48,21 +48,23 @@ def write_shards(
     step: int,
     shards: Mapping[str, TensorShard],
     progress: bytes,
+    policy: SavePolicy,
     *,
-    keep_last: int,
     group: dist.ProcessGroup | None,
 ) -> Path:
     """Write, commit and prune; the part of a save that needs no live training state."""
-    writer = SafetensorsWriter(checkpoints_dir, step, progress, keep_last=keep_last)
+    writer = SafetensorsWriter(checkpoints_dir, step, progress, policy)
     try:
         with warnings.catch_warnings():
             if not is_distributed():
                 warnings.filterwarnings("ignore", message="torch.distributed is")  # one process is what is meant
             dcp.save(dict(shards), storage_writer=writer, planner=ShardSavePlanner(), process_group=group)
     except CheckpointException as error:
+        rank, cause = first_failure(error)
+        if isinstance(cause, SupersededError):
+            raise SupersededError(str(cause)) from None
         if rank_and_world(group)[0] == 0:
             _discard(writer.folder)
-        rank, cause = first_failure(error)
         if isinstance(cause, OSError | CheckpointError):
             raise CheckpointError(
                 f"the checkpoint of step {step} was not written (rank {rank}: {cause}); those before it are untouched"

@@ -2,6 +2,7 @@
 
     model.<name>                                   every parameter, by its Hugging Face name
     optimizer.<name>.{exp_avg,exp_avg_sq,step}     AdamW's state of that parameter
+    rng.rank_<rank>.{python,numpy,torch,cuda}      generators of one rank; see `rng`
 
 One namespace for every mesh, schedule and engine. A weight that exists twice (the output matrix of the last pipeline
 stage when it is tied to the embedding of the first) is stored once, under the original's name, and read into both.
@@ -28,23 +29,26 @@ class CheckpointState:
     `parameters` maps Hugging Face names to tensors or DTensors, under pipeline parallelism those of this rank's stages.
     `aliases` maps the name of a tied copy to the original's; the same on every rank, whoever holds either.
     `progress` must be values that JSON can hold, equal on all ranks; only rank 0's is written.
+    `rng` holds this rank's generator states by stored name; written, and read back by `rng.read_states`.
     """
 
     parameters: Mapping[str, torch.Tensor]
     optimizer: Optimizer
     aliases: Mapping[str, str] = field(default_factory=dict)
     progress: Mapping[str, Any] = field(default_factory=dict)
+    rng: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def shards_to_save(state: CheckpointState) -> dict[str, TensorShard]:
     """Return stored name -> this rank's piece; tied copies are left to the rank that owns the original."""
     initialize_optimizer_state(state.optimizer)
-    return {
+    shards = {
         f"{kind}.{name}{suffix}": shard
         for name, parameter in state.parameters.items()
         if name not in state.aliases
         for (kind, suffix), shard in _pieces(parameter, state.optimizer).items()
     }
+    return shards | {name: shard_of(generator) for name, generator in state.rng.items()}
 
 
 def shards_to_load(state: CheckpointState) -> tuple[dict[str, TensorShard], dict[str, str]]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import logging
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,21 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from hp_train.checkpoint.fence import Fence
 from hp_train.checkpoint.layout import (
     COMMITTED,
+    LATEST,
     MANIFEST,
     METADATA,
     PROGRESS,
     REPLACED,
-    SAVING,
     FileRecord,
     Manifest,
     commit_mark,
     digest,
     encode_json,
     folder_name,
+    saving_name,
     sync_folder,
     write_durably,
 )
@@ -45,6 +48,24 @@ from hp_train.checkpoint.retention import delete_folder, prune
 from hp_train.checkpoint.safetensors_file import Entry, write_safetensors
 from hp_train.checkpoint.tensor_shard import TensorShard
 from hp_train.errors import CheckpointError
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavePolicy:
+    """How checkpoints of one run are kept, and who saves them."""
+
+    keep_last: int
+    keep_every: int | None = None
+    attempt: int = 0
+    fence: Fence | None = None  # asked before anything that another attempt would see
+    on_progress: Callable[[], None] = lambda: None  # called now and then while a save gets on
+
+    def check_fence(self) -> None:
+        """Raise SupersededError when the run directory is another attempt's."""
+        if self.fence is not None:
+            self.fence.check()
 
 
 class ShardSavePlanner(DefaultSavePlanner):
@@ -96,15 +117,16 @@ class _StoredPiece:
 class SafetensorsWriter(StorageWriter):
     """Write one checkpoint: every rank its own safetensors files, then rank 0 metadata, manifest and COMMITTED.
 
-    One instance writes one checkpoint. It grows in `step_N.saving` and has its final name when `finish` returns.
+    One instance writes one checkpoint. It grows beside and has its final name when `finish` returns. `policy` says
+    what is kept besides and in whose name this is done.
     """
 
-    def __init__(self, checkpoints_dir: Path, step: int, progress: bytes, *, keep_last: int) -> None:
+    def __init__(self, checkpoints_dir: Path, step: int, progress: bytes, policy: SavePolicy) -> None:
         self.final = checkpoints_dir / folder_name(step)
-        self.folder = checkpoints_dir / (folder_name(step) + SAVING)
+        self.folder = checkpoints_dir / saving_name(step, policy.attempt)
         self._step = step
         self._progress = progress
-        self._keep_last = keep_last
+        self._policy = policy
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         """Take no other place than the one given at construction."""
@@ -119,7 +141,8 @@ class SafetensorsWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0: make room and the folder, and tell each rank its number."""
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self._policy.check_fence()
+        self.folder.parent.mkdir(exist_ok=True)  # no parents: a run directory that is lost is not made anew elsewhere
         if self.folder.exists():
             delete_folder(self.folder)  # left by a save that was interrupted
         needed = len(self._progress) + sum(_item_bytes(item) for plan in plans for item in plan.items)
@@ -148,7 +171,7 @@ class SafetensorsWriter(StorageWriter):
         return future
 
     def _write_file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        entries = [_entry(item, planner) for item in items]
+        entries = [_entry(item, planner, self._policy.on_progress) for item in items]
         record = write_safetensors(self.folder / name, entries)
         return [
             WriteResult(item.index, entry.num_bytes, _StoredPiece(Location(name, entry.key), record))
@@ -172,10 +195,20 @@ class SafetensorsWriter(StorageWriter):
         manifest = Manifest(self._step, files).encode()
         write_durably(self.folder / MANIFEST, manifest)
         sync_folder(self.folder)
+        self._policy.check_fence()  # the last moment: what follows is seen by whoever resumes
         write_durably(self.folder / COMMITTED, commit_mark(manifest))
         sync_folder(self.folder)
         self._take_final_name()
-        prune(self.final.parent, saved_step=self._step, keep_last=self._keep_last)
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        """Say which is the latest and delete what is old; the checkpoint stands, whatever becomes of this."""
+        try:
+            write_durably(self.final.parent / LATEST, f"{self.final.name}\n".encode())
+        except OSError as error:
+            _LOGGER.warning("%s could not be written: %s", self.final.parent / LATEST, error)
+        keep_last, keep_every = self._policy.keep_last, self._policy.keep_every
+        prune(self.final.parent, saved_step=self._step, keep_last=keep_last, keep_every=keep_every)
 
     def _take_final_name(self) -> None:
         # An older save of the same step (one that was damaged, or the same state saved twice) stays readable under
@@ -199,12 +232,17 @@ def _item_bytes(item: WriteItem) -> int:
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
-def _entry(item: WriteItem, planner: SavePlanner) -> Entry:
+def _entry(item: WriteItem, planner: SavePlanner, on_progress: Callable[[], None]) -> Entry:
     data = item.tensor_data
     assert data is not None, f"{item.index.fqn} is not a tensor"
     whole = data.chunk.sizes == data.size
     key = item.index.fqn if whole else f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
-    return Entry(key, data.properties.dtype, data.chunk.sizes, lambda: planner.resolve_data(item))
+
+    def resolve() -> torch.Tensor:
+        on_progress()
+        return planner.resolve_data(item)
+
+    return Entry(key, data.properties.dtype, data.chunk.sizes, resolve)
 
 
 class SafetensorsReader(StorageReader):

@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from hp_train.checkpoint.fit import checkpoint_misfits
+from hp_train.checkpoint.layout import newest_committed
 from hp_train.commands.train import job_faults, warn
 from hp_train.config.compose import Composition, change, examine
 from hp_train.config.override_check import is_group_override
@@ -45,7 +46,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     job = changed(run_dir, args.overrides, args.config_dir)
     found = [*_elsewhere(run_dir, job.config, args.overrides), *job_faults(job, run_dir)]
     if not found:
-        found = checkpoint_misfits(run_dir / "checkpoints", job.config.model, job.config.optimizer.name)
+        found = [*_contradictions(run_dir, job.config, args.overrides)]
+        found += checkpoint_misfits(run_dir / "checkpoints", job.config)
     if found:
         raise ConfigError(*found)
     warn(job.config)
@@ -61,6 +63,14 @@ def changed(run_dir: Path, overrides: list[str], config_dir: str | None = None) 
     if any(is_group_override(override) for override in overrides):
         return examine([*first, *still_pinned(paths, overrides), *overrides], config_dir)
     return change(run_dir / "config.yaml", overrides, recipe)
+
+
+def _contradictions(run_dir: Path, config: TrainerConfig, overrides: list[str]) -> Iterator[str]:
+    """Yield why trainer.resume does not go with the verb."""
+    if "trainer.resume=never" in overrides:
+        yield "trainer.resume=never contradicts resume; leave it out, or use auto or must"
+    if config.trainer.resume == "must" and newest_committed(run_dir / "checkpoints") is None:
+        yield f"trainer.resume=must, and {run_dir} holds no complete checkpoint; use auto to begin at step 1"
 
 
 def _elsewhere(run_dir: Path, config: TrainerConfig, overrides: list[str]) -> Iterator[str]:

@@ -61,7 +61,10 @@ def _idle_in_loop(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]
     if config.activation_checkpoint.mode == "none":
         yield ("activation_checkpoint.every",), "activation_checkpoint.mode=none recomputes nothing"
     if config.checkpoint.every == 0:
-        yield ("checkpoint.every_minutes",), "checkpoint.every=0 saves only when a signal stops the run"
+        idle = ("checkpoint.every_minutes", "checkpoint.keep_every", "checkpoint.async_save", "checkpoint.on_failure")
+        yield idle, "checkpoint.every=0 saves only when a signal stops the run"
+    if config.trainer.run_dir is None and config.trainer.resume == "auto":
+        yield ("trainer.resume",), "without trainer.run_dir each run is a new one"
 
 
 def _idle_in_launcher(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]]:

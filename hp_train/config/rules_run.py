@@ -28,8 +28,14 @@ def _tensorboard(config: TrainerConfig) -> Iterator[str]:
         yield "metrics.tensorboard=true needs the package tensorboard: pip install 'hp-train[tensorboard]'"
 
 
+def _resume(config: TrainerConfig) -> Iterator[str]:
+    if config.trainer.resume == "must" and config.trainer.run_dir is None:
+        yield "trainer.resume=must needs trainer.run_dir, the run to go on with; or use `hp-train resume RUN_DIR`"
+
+
 RULES = (
     Rule(("metrics.wandb", "metrics.profile_steps"), _not_yet),
     Rule(("optimizer.betas",), _betas),
     Rule(("metrics.tensorboard",), _tensorboard),
+    Rule(("trainer.resume", "trainer.run_dir"), _resume),
 )

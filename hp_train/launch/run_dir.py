@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from hp_train.checkpoint.size import DiskNeed, size_text
 from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ConfigError
 from hp_train.launch.owner import living_owner
@@ -38,10 +39,10 @@ def runs_root(config: TrainerConfig) -> Path:
     return Path(root).expanduser().absolute()
 
 
-def check_run_dir(config: TrainerConfig, checkpoint_bytes: int = 0) -> list[str]:
+def check_run_dir(config: TrainerConfig, need: DiskNeed = DiskNeed(0, 0)) -> list[str]:
     """Return what stands against a new run where `config` puts it, one line each; nothing is created.
 
-    `checkpoint_bytes` is the size of one checkpoint, which must fit on the disk.
+    `need` is what its checkpoints take, which must fit on the disk.
     """
     faults = []
     name = config.trainer.run_name
@@ -53,10 +54,10 @@ def check_run_dir(config: TrainerConfig, checkpoint_bytes: int = 0) -> list[str]
     else:
         path = runs_root(config)
         key = f"trainer.runs_root={path}" if config.trainer.runs_root else f"folder of runs {path}"
-    return faults + _unfit(path, key, checkpoint_bytes)
+    return faults + _unfit(path, key, need)
 
 
-def check_resume_dir(run_dir: Path, checkpoint_bytes: int = 0) -> list[str]:
+def check_resume_dir(run_dir: Path, need: DiskNeed = DiskNeed(0, 0)) -> list[str]:
     """Return what stands against going on with the run in `run_dir`, one line each."""
     if not run_dir.is_dir():
         return [f"run directory {run_dir} does not exist"]
@@ -64,7 +65,7 @@ def check_resume_dir(run_dir: Path, checkpoint_bytes: int = 0) -> list[str]:
         return [f"run directory {run_dir} holds no run: there is no config.yaml in it"]
     owner = living_owner(run_dir)
     faults = [f"run directory {run_dir} is in use by {owner.describe()}"] if owner else []
-    return faults + _unfit(run_dir, f"run directory {run_dir}", checkpoint_bytes)
+    return faults + _unfit(run_dir, f"run directory {run_dir}", need)
 
 
 def _occupied(path: Path, key: str) -> list[str]:
@@ -81,24 +82,45 @@ def _occupied(path: Path, key: str) -> list[str]:
         return [f"{key} is in use by {owner.describe()}"]
     if any(mark in held for mark in _RUN_MARKS):
         command = f"hp-train resume {shlex.quote(str(path))}"
-        return [f"{key} holds a run already; go on with it by `{command}`, or choose another folder"]
+        return [f"{key} holds a run already; go on with it by `{command}` or trainer.resume=auto, or choose another folder"]
     return [f"{key} is not empty and holds no run; choose a new or an empty folder"]
 
 
-def _unfit(path: Path, key: str, checkpoint_bytes: int) -> list[str]:
-    standing = path
-    while not os.path.lexists(standing) and standing != standing.parent:
-        standing = standing.parent
+def holds_run(path: Path) -> bool:
+    """Say whether a run can be gone on with in `path`."""
+    return (path / "config.yaml").is_file()
+
+
+def free_bytes(path: Path) -> int | None:
+    """Return what is free on the disk where `path` is or will be, None where the file system does not tell."""
+    usage = shutil.disk_usage(_standing(path))
+    return usage.free if usage.total else None
+
+
+def _standing(path: Path) -> Path:
+    """Return the nearest folder above `path`, itself included, that is there."""
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _unfit(path: Path, key: str, need: DiskNeed) -> list[str]:
+    standing = _standing(path)
     if not standing.is_dir():
         return [f"{key} cannot be made: {standing} is not a folder"]
     if not os.access(standing, os.W_OK | os.X_OK):
         return [f"{key} is not writable ({standing})"]
-    usage = shutil.disk_usage(standing)
-    if usage.total == 0:  # no disk (/proc), or a file system that does not tell its size
+    free = free_bytes(standing)
+    if free is None:  # no disk (/proc), or a file system that does not tell its size
         return [] if _takes_a_folder(standing) else [f"{key} is not writable ({standing} stores no files)"]
-    if usage.free < checkpoint_bytes:
-        have, need = _size_text(usage.free), _size_text(checkpoint_bytes)
-        return [f"{key} has {have} free, one checkpoint needs {need}; free some or choose another disk"]
+    if free < need.bytes_each - need.bytes_there:
+        have, each = size_text(free), size_text(need.bytes_each)
+        return [f"{key} has {have} free, one checkpoint needs {each}; free some or choose another disk"]
+    if free < need.missing_bytes:
+        return [
+            f"{key} has too little room: {need.describe(free)}; free some, choose another disk, or keep fewer by "
+            "checkpoint.keep_last"
+        ]
     return []
 
 
@@ -108,14 +130,6 @@ def _takes_a_folder(path: Path) -> bool:
             return True
     except OSError:
         return False
-
-
-def _size_text(num_bytes: int) -> str:
-    """Return a size in the largest of GB, MB and kB of which there is at least one: `999 bytes`, `1.5 MB`."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes} bytes"
 
 
 def create_run_dir(config: TrainerConfig, recipe: str) -> Path:

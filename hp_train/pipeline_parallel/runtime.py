@@ -161,6 +161,10 @@ class PipelineRuntime:
         store, size = self._sentinel.store, self.schedule.pp_size
         return join_timelines(spans, store, self.pp_rank, size, f"timeline_{self._num_recorded}")
 
+    def standing(self) -> str:
+        """Where this rank is in the schedule, and what it waits for; may be asked from another thread."""
+        return str(self._standing())
+
     def close(self) -> None:
         """Let go of groups and the watching thread. The runtime is of no more use."""
         self._sentinel.close()

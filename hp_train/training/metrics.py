@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from hp_train.training.row_file import RowFile
+
 # Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets, by a part of the device's name; first match counts.
 PEAK_BF16_FLOPS = (
     ("B200", 2.25e15),
@@ -45,13 +47,14 @@ class MetricsRow:
     data_wait_s: float  # of it, the longest wait for data of any rank
     mfu: float | None  # model FLOPs over the device's peak; None where the peak is unknown
     peak_memory_bytes: int  # the largest of any rank since the start
+    attempt: int  # that took the step
 
 
 class MetricsWriter:
-    """Appends rows to `metrics.jsonl` in the run directory, each flushed so that a reader sees whole lines."""
+    """Appends rows to `metrics.jsonl` in the run directory, each in one write so that a reader sees whole lines."""
 
     def __init__(self, run_dir: Path, *, tensorboard: bool) -> None:
-        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._file = RowFile(run_dir / "metrics.jsonl")
         self._board = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # an optional extra; validation has checked for it
@@ -61,12 +64,15 @@ class MetricsWriter:
     def write(self, row: MetricsRow) -> None:
         """Append one row."""
         figures = dataclasses.asdict(row)
-        self._file.write(json.dumps(figures) + "\n")
-        self._file.flush()
+        self._file.append(json.dumps(figures))
         if self._board is not None:
             for name, value in figures.items():
                 if name != "step" and value is not None:
                     self._board.add_scalar(name, value, row.step)
+
+    def sync(self) -> None:
+        """Bring the rows to the disk; before a checkpoint, which must not be newer than they are."""
+        self._file.sync()
 
     def close(self) -> None:
         """Flush and close everything."""

@@ -34,6 +34,10 @@ class StepEngine(Protocol):
         """Return this rank's loss sum without gradients."""
         ...
 
+    def standing(self) -> str:
+        """Return where in its schedule this rank is, for who asks from another thread; empty without a schedule."""
+        ...
+
     def close(self) -> None:
         """Let go of groups and threads, before the process group goes."""
         ...
@@ -65,6 +69,10 @@ class DataParallelEngine:
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Return the loss sum of `micro_batches`; see `StepEngine`."""
         return torch.stack([self._loss(batch).double() for batch in micro_batches]).sum()
+
+    def standing(self) -> str:
+        """Follow no schedule; see `StepEngine`."""
+        return ""
 
     def close(self) -> None:
         """Hold nothing; see `StepEngine`."""
@@ -110,6 +118,10 @@ class PipelineEngine:
         """Write the recorded step's measured and planned timelines into `folder`; return what to print. Collective."""
         measured = self.runtime.recorded_timeline()
         return write_trace(self.plan.schedule, measured, folder, step) if self.runtime.pp_rank == 0 else ""
+
+    def standing(self) -> str:
+        """Return the step of the schedule, and the transfer waited for; see `StepEngine`."""
+        return self.runtime.standing()
 
     def close(self) -> None:
         """Close the runtime; see `StepEngine`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import socket
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,18 +18,23 @@ import torch
 from hp_train.data.loader import Loader, MicroBatch
 
 from hp_train.config.schema import TrainerConfig
-from hp_train.errors import DivergedError, ExitCode
+from hp_train.checkpoint.agreement import gather_all
+from hp_train.checkpoint.metrics_cut import fill_val_loss, lacks_val_loss
+from hp_train.errors import ExitCode, NonFiniteError
 from hp_train.models.shapes import flops_per_token
 from hp_train.parallel.mesh import MeshContext
 from hp_train.training import metrics
 from hp_train.training.checkpointing import CheckpointSession
+from hp_train.topology import coordinates_of
 from hp_train.training.evaluate import Evaluator
 from hp_train.training.grad_norm import clip_factor, owned_square_sum, scale_gradients
+from hp_train.training.health import check_health
 from hp_train.training.lr_schedule import learning_rate
 from hp_train.training.metrics import MetricsRow, MetricsWriter
 from hp_train.training.run_context import Phase, RunContext, TrainOutcome
 from hp_train.training.setup import Worker, build_worker
 from hp_train.training.step import PipelineEngine
+from hp_train.training.stragglers import ComputeClock, StragglerWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ class Agreement:
 def train(config: TrainerConfig, context: RunContext) -> TrainOutcome:
     """Train as `config` says; returns after the last step or a stop that was asked for.
 
-    Raises DivergedError on every rank, before the optimizer step, when the loss or gradient norm is not finite.
+    Raises NonFiniteError on every rank, before the optimizer step, when the loss or gradient norm is not finite.
     """
     context.progress.phase = Phase.BUILD
     worker = build_worker(config, context)
@@ -73,16 +79,23 @@ class Trainer:
             metrics.peak_flops(metrics.device_name(self.mesh.device)) if worker.precision == "bf16" else None
         )
         self.tokens_seen = 0
+        self.compute_clock = ComputeClock(self.mesh.device)
+        self.stragglers = StragglerWatch([""], [0])
+        self.sample_shift = 0  # by which samples are ahead of what steps of the present size would have read
 
     def run(self) -> TrainOutcome:
         """Go from the last checkpoint, or the start, to the end."""
         progress = self.context.progress
+        progress.describe_pipeline = self.worker.engine.standing
         progress.phase = Phase.LOAD
         checkpoints = CheckpointSession(self.config, self.context, self.worker)
         done = checkpoints.restore()
         self.tokens_seen = checkpoints.tokens_seen
         self.total_steps = checkpoints.total_steps
-        evaluator = Evaluator(self.config, self.worker)
+        self.sample_shift = checkpoints.samples_seen - done * self.worker.batch_plan.global_batch_size
+        evaluator = Evaluator(self.config, self.worker, progress)
+        self._make_up_evaluation(done, evaluator)
+        self._meet_peers()
         if self.is_reporter:
             self._describe_attempt(done, checkpoints)
         writer = (
@@ -102,25 +115,67 @@ class Trainer:
                 done += 1
                 stop_signal = agreement.stop_signal
                 progress.phase = Phase.EVALUATE
-                val_loss = evaluator.loss() if self._evaluation_is_due(done) and not stop_signal else None
+                is_last = done == self.config.trainer.max_steps
+                # Who asks to stop may not wait: a run that goes on makes up for what is left out here.
+                evaluates = self._evaluation_is_due(done) and (is_last or not stop_signal)
+                val_loss = evaluator.loss() if evaluates else None
+                checkpoints.watch()
                 if writer is not None:
+                    checkpoints.fence.check()
                     writer.write(self._row(done, agreement, val_loss, step_time_s))
                 progress.phase = Phase.SAVE
-                is_last = done == self.config.trainer.max_steps
-                checkpoints.after_step(
-                    done, self.tokens_seen, due=agreement.save_is_due, last=is_last, stopping=bool(stop_signal)
-                )
+                if checkpoints.saves_after(
+                    done, due=agreement.save_is_due, last=is_last, stopping=bool(stop_signal)
+                ):
+                    if writer is not None:
+                        writer.sync()
+                    samples_seen = done * self.worker.batch_plan.global_batch_size + self.sample_shift
+                    checkpoints.save(
+                        done, self.tokens_seen, samples_seen, must_succeed=is_last or bool(stop_signal)
+                    )
         progress.phase = Phase.FINISH
-        checkpoints.close()
+        checkpoints.settle()
         self.worker.engine.close()
         if writer is not None:
             writer.close()
         return TrainOutcome(_exit_code(stop_signal, done == self.config.trainer.max_steps), done)
 
+    def _meet_peers(self) -> None:
+        """Learn who the other ranks are, and measure them if asked so."""
+        hosts = gather_all(socket.gethostname())
+        sizes, launcher = self.mesh.sizes, self.config.launcher
+        stages = [coordinates_of(rank, sizes).pp for rank in range(sizes.world_size)]
+        self.stragglers = StragglerWatch(hosts, stages)
+        asked = launcher.health_check
+        if asked is False or (asked == "auto" and len(set(hosts)) == 1):
+            return
+        device = self.mesh.device
+        figures, slow = check_health(device, metrics.device_name(device), self.context.local_rank)
+        if self.is_reporter:
+            (self.context.attempt_dir / "health.json").write_text(json.dumps(figures, indent=2) + "\n")
+            for line in slow:
+                print(f"slow: {line}", flush=True)
+
     def _samples_of(self, step: int) -> list[list[int]]:
         if self.config.pp.data_steps and self.mesh.coordinates.pp > 0:
             return []  # the schedule's data steps bring this rank what it needs
-        return self.worker.batch_plan.samples_of(step, self.mesh.dp_rank)
+        return self._samples_on(step, self.mesh.dp_rank)
+
+    def _samples_on(self, step: int, dp_rank: int) -> list[list[int]]:
+        """Return the global sample indices of `step` (counted from 0) of one data-parallel rank, by micro-batch."""
+        shift = self.sample_shift
+        return [[sample + shift for sample in chunk] for chunk in self.worker.batch_plan.samples_of(step, dp_rank)]
+
+    def _make_up_evaluation(self, step: int, evaluator: Evaluator) -> None:
+        """Evaluate after `step`, that of the checkpoint, if its attempt was stopped before it could."""
+        if step == 0 or not self._evaluation_is_due(step):
+            return
+        lacks = self.is_reporter and lacks_val_loss(self.context.run_dir, step)
+        if self.mesh.gather([float(lacks)]).any():
+            self.context.progress.phase = Phase.EVALUATE
+            val_loss = evaluator.loss()
+            if self.is_reporter:
+                fill_val_loss(self.context.run_dir, step, val_loss)
 
     def _optimizer_step(
         self, step: int, micro_batches: list[MicroBatch], wait_s: float, checkpoints: CheckpointSession
@@ -133,6 +188,7 @@ class Trainer:
         traces = step in self.config.pp.trace_steps and isinstance(self.worker.engine, PipelineEngine)
         if traces:
             self.worker.engine.record_next_step()
+        self.compute_clock.start()
         loss_sum = self.worker.engine.train_step(micro_batches, plan.tokens_per_step)
         if traces:
             self._write_trace(step)
@@ -140,7 +196,7 @@ class Trainer:
         agreement = self._agree(loss_sum, micro_batches, wait_s, checkpoints)
         progress.phase = Phase.OPTIMIZER
         if not (math.isfinite(agreement.loss_sum) and math.isfinite(agreement.grad_norm)):
-            raise DivergedError(self._divergence(step, agreement))
+            raise NonFiniteError(self._divergence(step, agreement))
         correction = plan.tokens_per_step / max(agreement.num_tokens, 1)
         clip = clip_factor(agreement.grad_norm, self.config.trainer.max_grad_norm)
         scale_gradients(self.worker.model.parameters.values(), correction * clip)
@@ -172,8 +228,12 @@ class Trainer:
         rows = self.mesh.gather([
             loss_sum.item(), num_tokens, squares.item(), wait_s, metrics.peak_memory_bytes(self.mesh.device),
             self.context.stop.signal_number, checkpoints.is_due() if self.is_reporter else 0.0, self.mesh.dp_rank,
+            self.compute_clock.stop(),
         ])  # fmt: skip
-        losses, tokens, squares_of_ranks, waits, peaks, signals, saves, dp_ranks = rows.T.tolist()
+        losses, tokens, squares_of_ranks, waits, peaks, signals, saves, dp_ranks, computes = rows.T.tolist()
+        if self.is_reporter:
+            for line in self.stragglers.add(computes):
+                print(line, flush=True)
         num_tokens = int(sum(tokens))
         scale = self.worker.batch_plan.tokens_per_step / max(num_tokens, 1)
         bad = {int(dp_rank) for loss, dp_rank in zip(losses, dp_ranks, strict=True) if not math.isfinite(loss)}
@@ -190,7 +250,7 @@ class Trainer:
 
     def _divergence(self, step: int, agreement: Agreement) -> str:
         """Return the one line that names the step and the samples in question."""
-        first = self.worker.batch_plan.samples_of(step - 1, 0)[0][0]
+        first = self._samples_on(step - 1, 0)[0][0]
         if not agreement.bad_dp_ranks:
             last = first + self.worker.batch_plan.global_batch_size - 1
             return (
@@ -199,7 +259,7 @@ class Trainer:
             )
         spans = []
         for dp_rank in agreement.bad_dp_ranks:
-            samples = self.worker.batch_plan.samples_of(step - 1, dp_rank)
+            samples = self._samples_on(step - 1, dp_rank)
             spans.append(f"{samples[0][0]} to {samples[-1][-1]}")
         return f"loss is not finite at step {step}, samples {', '.join(spans)}; stopped before the optimizer step"
 
@@ -227,6 +287,7 @@ class Trainer:
             data_wait_s=agreement.data_wait_s,
             mfu=mfu,
             peak_memory_bytes=agreement.peak_memory_bytes,
+            attempt=self.context.attempt,
         )
 
     def _describe_attempt(self, done: int, checkpoints: CheckpointSession) -> None:

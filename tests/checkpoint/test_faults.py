@@ -13,6 +13,7 @@ import pytest
 from hp_train.checkpoint.layout import is_committed, newest_committed
 from hp_train.checkpoint.load import find_checkpoint, load_checkpoint
 from hp_train.checkpoint.save import save_checkpoint
+from hp_train.checkpoint.storage import SavePolicy
 from hp_train.errors import CheckpointError, ConfigError
 from tests.checkpoint.whole_runs import save_steps, sign_again, tiny_state
 
@@ -72,7 +73,7 @@ def test_a_checkpoint_under_another_steps_name_is_refused(checkpoints: Path) -> 
 
 
 def test_none_is_found_where_none_holds(checkpoints: Path) -> None:
-    for folder in checkpoints.iterdir():
+    for folder in checkpoints.glob("step_*"):
         (folder / "COMMITTED").unlink()
     assert find_checkpoint(checkpoints) is None
     assert find_checkpoint(checkpoints / "missing") is None
@@ -193,13 +194,13 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(checkpoin
     assert find_checkpoint(checkpoints) == checkpoints / "step_00000001"
     save_steps(checkpoints, 2)
     assert find_checkpoint(checkpoints) == folder
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_00000001", "step_00000002"]
+    assert sorted(path.name for path in checkpoints.glob("step_*")) == ["step_00000001", "step_00000002"]
 
 
 def test_too_little_space_is_refused_before_writing(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(checkpoints)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"step 3 was not written .* bytes are needed and 100 free"):
-        save_checkpoint(checkpoints, 3, tiny_state(3), keep_last=1)
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_00000001", "step_00000002"]
+        save_checkpoint(checkpoints, 3, tiny_state(3), SavePolicy(1))
+    assert sorted(path.name for path in checkpoints.glob("step_*")) == ["step_00000001", "step_00000002"]
     assert is_committed(checkpoints / "step_00000002")

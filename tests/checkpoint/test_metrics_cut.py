@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hp_train.checkpoint import metrics_cut
-from hp_train.checkpoint.metrics_cut import cut_metrics
+from hp_train.checkpoint.metrics_cut import cut_metrics, fill_val_loss, lacks_val_loss
 
 
 def row(step: int, attempt: int = 1) -> str:
@@ -43,13 +43,24 @@ def test_a_torn_row_of_a_kept_step_goes_too(tmp_path: Path) -> None:
     assert read(tmp_path) == row(1)
 
 
-def test_nothing_to_cut_changes_nothing(tmp_path: Path) -> None:
+def test_nothing_to_cut_changes_no_row_but_shuts_an_older_attempt_out(tmp_path: Path) -> None:
     assert cut_metrics(tmp_path, 0, attempt=1) == 0
-    (tmp_path / "metrics.jsonl").write_text(row(1) + row(2))
-    before = (tmp_path / "metrics.jsonl").stat().st_ino
-    assert cut_metrics(tmp_path, 2, attempt=2) == 0
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(row(1) + row(2))
+    with path.open("a") as older:
+        assert cut_metrics(tmp_path, 2, attempt=2) == 0
+        older.write(row(3))
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    assert (tmp_path / "metrics.jsonl").stat().st_ino == before
+    assert read(tmp_path) == row(1) + row(2)
+
+
+def test_a_validation_loss_left_out_is_put_into_its_row(tmp_path: Path) -> None:
+    assert not lacks_val_loss(tmp_path, 2)
+    (tmp_path / "metrics.jsonl").write_text(row(1) + row(2))
+    assert lacks_val_loss(tmp_path, 2) and not lacks_val_loss(tmp_path, 3)
+    fill_val_loss(tmp_path, 2, 1.5)
+    assert not lacks_val_loss(tmp_path, 2)
+    assert [json.loads(line).get("val_loss") for line in read(tmp_path).splitlines()] == [None, 1.5]
 
 
 def test_without_a_checkpoint_every_row_goes(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from hp_train.checkpoint.metadata_json import decode_metadata
 from hp_train.checkpoint.retention import prune
 from hp_train.checkpoint.safetensors_file import DTYPE_CODES
 from hp_train.checkpoint.save import save_checkpoint, write_shards
+from hp_train.checkpoint.storage import SavePolicy
 from hp_train.checkpoint.state import CheckpointState
 from hp_train.checkpoint.tensor_shard import shard_of
 from tests.checkpoint.whole_runs import assert_same_bits, save_steps, tensors_of, tiny_state
@@ -28,7 +29,7 @@ PROGRESS = {"step": 7, "tokens_seen": 2**40 + 1, "lr": 0.1 + 0.2, "nested": {"li
 @pytest.mark.parametrize("steps_before_load", [0, 3], ids=["fresh optimizer", "used optimizer"])
 def test_everything_comes_back_bit_for_bit(tmp_path: Path, steps_before_load: int) -> None:
     saved = tiny_state(1, steps=2, progress=PROGRESS)
-    folder = save_checkpoint(tmp_path, 7, saved, keep_last=1)
+    folder = save_checkpoint(tmp_path, 7, saved, SavePolicy(1))
     loaded = tiny_state(2, steps=steps_before_load)
     assert load_checkpoint(folder, loaded) == PROGRESS
     assert_same_bits(tensors_of(saved), tensors_of(loaded))
@@ -36,7 +37,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path, steps_before_load: in
 
 def test_loading_into_a_fresh_optimizer_trains_on_as_if_never_stopped(tmp_path: Path) -> None:
     straight, resumed = tiny_state(1, steps=2), tiny_state(2, steps=0)
-    load_checkpoint(save_checkpoint(tmp_path, 2, straight, keep_last=1), resumed)
+    load_checkpoint(save_checkpoint(tmp_path, 2, straight, SavePolicy(1)), resumed)
     for state in (straight, resumed):
         for number, parameter in enumerate(state.parameters.values()):
             parameter.grad = torch.full_like(parameter, 0.1 * number)
@@ -50,7 +51,7 @@ def test_sgd_has_no_state_to_save(tmp_path: Path) -> None:
         return CheckpointState(parameters, torch.optim.SGD(parameters.values(), lr=1.0))
 
     saved, loaded = state(1), state(2)
-    folder = save_checkpoint(tmp_path, 1, saved, keep_last=1)
+    folder = save_checkpoint(tmp_path, 1, saved, SavePolicy(1))
     load_checkpoint(folder, loaded)
     assert_same_bits(tensors_of(saved), tensors_of(loaded))
     assert not list(folder.glob("optimizer*"))
@@ -59,7 +60,7 @@ def test_sgd_has_no_state_to_save(tmp_path: Path) -> None:
 def test_a_tied_weight_is_stored_once_and_read_into_both_copies(tmp_path: Path) -> None:
     aliases = {"lm_head.weight": "model.embed_tokens.weight"}
     saved, loaded = (tiny_state(seed, steps=2) for seed in (1, 2))
-    folder = save_checkpoint(tmp_path, 1, CheckpointState(saved.parameters, saved.optimizer, aliases), keep_last=1)
+    folder = save_checkpoint(tmp_path, 1, CheckpointState(saved.parameters, saved.optimizer, aliases), SavePolicy(1))
     names = json.loads((folder / "metadata.json").read_bytes())["tensors"]
     assert not [name for name in names if "lm_head" in name]
     load_checkpoint(folder, CheckpointState(loaded.parameters, loaded.optimizer, aliases))
@@ -74,7 +75,7 @@ def test_one_parameter_under_two_names_is_stored_once(tmp_path: Path) -> None:
     state = CheckpointState(
         parameters, torch.optim.AdamW([weight]), {"lm_head.weight": "model.embed_tokens.weight"}
     )
-    folder = save_checkpoint(tmp_path, 1, state, keep_last=1)
+    folder = save_checkpoint(tmp_path, 1, state, SavePolicy(1))
     with torch.no_grad():
         weight.zero_()
     load_checkpoint(folder, state)
@@ -91,7 +92,7 @@ def test_every_dtype_and_shape_is_a_plain_safetensors_file(tmp_path: Path) -> No
             tensors[f"model.{dtype}.{len(shape)}.{sum(shape)}"] = tensor
     tensors["model.transposed"] = torch.arange(6.0).reshape(2, 3).T
     shards = {name: shard_of(tensor) for name, tensor in tensors.items()}
-    folder = write_shards(tmp_path, 1, shards, encode_json({}), keep_last=1, group=None)
+    folder = write_shards(tmp_path, 1, shards, encode_json({}), SavePolicy(1), group=None)
     with safe_open(folder / "model-rank_00000.safetensors", framework="pt") as file:
         assert_same_bits({name: file.get_tensor(name) for name in file.keys()}, tensors)
     manifest = read_manifest(folder)
@@ -102,7 +103,7 @@ def test_every_dtype_and_shape_is_a_plain_safetensors_file(tmp_path: Path) -> No
 
 def test_progress_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
-        save_checkpoint(tmp_path, 1, tiny_state(1, progress={"rng": torch.zeros(1)}), keep_last=1)
+        save_checkpoint(tmp_path, 1, tiny_state(1, progress={"rng": torch.zeros(1)}), SavePolicy(1))
     assert not list(tmp_path.iterdir())
 
 
@@ -137,7 +138,7 @@ def test_a_crash_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
             for owner, name in [(Path, "rename"), (Path, "replace"), (os, "rmdir"), (os, "fsync"), (os, "unlink")]:
                 patch.setattr(owner, name, failing(name, fatal_call))
             try:
-                save_checkpoint(checkpoints, step, new, keep_last=1)
+                save_checkpoint(checkpoints, step, new, SavePolicy(1))
                 finished = True
             except PowerCut:
                 finished = False
@@ -153,18 +154,18 @@ def test_a_crash_at_any_moment_of_a_save_leaves_a_whole_checkpoint(
         assert_same_bits(tensors_of(loaded), tensors_of(expected))
         outcomes.add(progress.get("new", False))
         if finished:
-            assert progress.get("new") and len(list(checkpoints.iterdir())) == 1
+            assert progress.get("new") and len(list(checkpoints.glob("step_*"))) == 1
             break
         if fatal_call % 4 == 0:
             save_steps(checkpoints, 4, keep_last=1)  # the next save tidies up
-            assert [path.name for path in checkpoints.iterdir()] == ["step_00000004"]
+            assert [path.name for path in checkpoints.glob("step_*")] == ["step_00000004"]
     assert finished and outcomes == {True, False}
     assert fatal_call > 15, "the crash points were not reached"
 
 
 def test_the_oldest_go_and_the_newest_stay(tmp_path: Path) -> None:
     save_steps(tmp_path, 10, 20, 30, 40, keep_last=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000030", "step_00000040"]
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000030", "step_00000040"]
     assert newest_committed(tmp_path) == tmp_path / "step_00000040"
 
 
@@ -172,19 +173,19 @@ def test_leftovers_and_passed_over_checkpoints_go_with_the_next_save(tmp_path: P
     folders = save_steps(tmp_path, 10, 20, 30)
     (folders[1] / "COMMITTED").unlink()
     (folders[2] / "progress.json").write_text("{}")
-    (tmp_path / "step_00000035.saving").mkdir()
+    (tmp_path / "step_00000035.attempt_2.saving").mkdir()
     (tmp_path / "step_00000005.deleting").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "step_00000002.bak").mkdir()
     save_steps(tmp_path, 15, keep_last=2)  # resumed from step 10
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["notes.txt", "step_00000002.bak", "step_00000010", "step_00000015"]
+    assert left == ["latest", "notes.txt", "step_00000002.bak", "step_00000010", "step_00000015"]
 
 
 def test_nothing_is_deleted_when_the_new_checkpoint_is_not_there(tmp_path: Path) -> None:
     save_steps(tmp_path, 10, 20)
     prune(tmp_path, saved_step=30, keep_last=1)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob("step_*"))) == 2
 
 
 def test_what_cannot_be_deleted_is_a_warning(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hp_train.checkpoint.save import save_checkpoint
+from hp_train.checkpoint.storage import SavePolicy
 from hp_train.checkpoint.size import checkpoint_bytes
 from hp_train.checkpoint.state import CheckpointState
 from hp_train.config.schema import ModelSection
@@ -23,7 +24,7 @@ def test_promised_size_covers_the_files(tmp_path: Path, optimizer_name: str, tie
     parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in parameter_shapes(config).items()}
     kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer_name]
     folder = save_checkpoint(
-        tmp_path, 1, CheckpointState(parameters, kind(parameters.values(), lr=0.1)), keep_last=1
+        tmp_path, 1, CheckpointState(parameters, kind(parameters.values(), lr=0.1)), SavePolicy(1)
     )
     on_disk = sum(path.stat().st_size for path in folder.iterdir())
     promised = checkpoint_bytes(config, optimizer_name)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from hp_train.checkpoint.save import save_checkpoint
+from hp_train.checkpoint.storage import SavePolicy
 from hp_train.checkpoint.state import CheckpointState
 
 
@@ -49,7 +50,7 @@ def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
 def save_steps(checkpoints_dir: Path, *steps: int, keep_last: int = 10) -> list[Path]:
     """Save a tiny state, a different one for each step."""
     return [
-        save_checkpoint(checkpoints_dir, step, tiny_state(step, progress={"step": step}), keep_last=keep_last)
+        save_checkpoint(checkpoints_dir, step, tiny_state(step, progress={"step": step}), SavePolicy(keep_last))
         for step in steps
     ]
 

@@ -129,6 +129,6 @@ def diverge(rank: int, world_size: int, root: Path) -> tuple[str, list[torch.Ten
 def test_a_loss_that_is_not_finite_stops_every_rank_before_the_update(tmp_path: Path) -> None:
     for message, before, after in run_ranks(2, diverge, tmp_path / "run"):
         # Step 3 reads samples 16 to 23; rank 1 the second half of them.
-        assert message.startswith("DivergedError: loss is not finite at step 3, samples 20 to 23"), message
+        assert message.startswith("NonFiniteError: loss is not finite at step 3, samples 20 to 23"), message
         assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hp_train.checkpoint.fence import newest_attempt
+from hp_train.checkpoint.size import DiskNeed
 from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ConfigError
 from hp_train.launch import run_dir as runs
@@ -55,18 +56,18 @@ def test_faults_of_a_place(tmp_path: Path) -> None:
     (held / "config.yaml").write_text("{}")
 
     def fault(path: str, need: int = 0) -> list[str]:
-        return runs.check_run_dir(_config(run_dir=str(tmp_path / path)), need)
+        return runs.check_run_dir(_config(run_dir=str(tmp_path / path)), DiskNeed(need, 1))
 
     assert fault("new/deep") == fault("empty") == []
     below = f"{tmp_path}/file/below"
     assert fault("file/below") == [f"trainer.run_dir={below} cannot be made: {tmp_path}/file is not a folder"]
     assert "is not empty and holds no run" in fault("other")[0]
-    assert f"holds a run already; go on with it by `hp-train resume {held}`" in fault("held")[0]
+    assert f"holds a run already; go on with it by `hp-train resume {held}` or trainer.resume=auto" in fault("held")[0]
     spaced = tmp_path / "two words"
     held.rename(spaced)
     assert f"go on with it by `hp-train resume '{spaced}'`" in fault("two words")[0]
     spaced.rename(held)
-    assert re.search(r"has [\d,.]+ GB free, one checkpoint needs 1,000,000,000.0 GB", fault("new", 10**18)[0])
+    assert re.search(r"has [\d,.]+ GB free, one checkpoint needs 1,000,000.0 TB", fault("new", 10**18)[0])
     assert runs.check_run_dir(_config(run_name="../up"))[0].startswith("trainer.run_name=../up must be the name")
     assert "does not exist" in runs.check_resume_dir(tmp_path / "nowhere")[0]
     assert "there is no config.yaml" in runs.check_resume_dir(tmp_path / "other")[0]
@@ -82,7 +83,7 @@ def test_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_folder_on_no_disk_is_not_writable_whatever_the_size() -> None:
     for need in (0, 1, 10**9):
-        assert runs.check_run_dir(_config(run_dir="/proc/foo"), need) == [
+        assert runs.check_run_dir(_config(run_dir="/proc/foo"), DiskNeed(need, 4)) == [
             "trainer.run_dir=/proc/foo is not writable (/proc stores no files)"
         ]
 
@@ -90,8 +91,18 @@ def test_folder_on_no_disk_is_not_writable_whatever_the_size() -> None:
 def test_small_sizes_are_told_in_their_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=999)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    [fault] = runs.check_run_dir(_config(runs_root=str(tmp_path)), 1_500_000)
+    [fault] = runs.check_run_dir(_config(runs_root=str(tmp_path)), DiskNeed(1_500_000, 4))
     assert "has 999 bytes free, one checkpoint needs 1.5 MB" in fault
+
+
+def test_room_is_needed_for_all_checkpoints_less_those_that_are_there(tmp_path: Path, monkeypatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=300 * 10**9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    config = _config(runs_root=str(tmp_path))
+    [fault] = runs.check_run_dir(config, DiskNeed(96 * 10**9, 4))
+    assert "has too little room: checkpoint 96 GB x 4 = 384 GB, 300 GB free; free some" in fault
+    assert runs.check_run_dir(config, DiskNeed(96 * 10**9, 4, bytes_there=96 * 10**9)) == []
+    assert DiskNeed(96 * 10**9, 4).describe(2_100 * 10**9) == "checkpoint 96 GB x 4 = 384 GB, 2.1 TB free"
 
 
 def test_folder_taken_meanwhile_is_refused(tmp_path: Path) -> None:

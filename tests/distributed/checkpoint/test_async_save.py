@@ -16,6 +16,7 @@ from hp_train.checkpoint import storage
 from hp_train.checkpoint.asynchronous import AsyncSaver
 from hp_train.checkpoint.load import find_checkpoint, load_checkpoint
 from hp_train.checkpoint.save import save_checkpoint
+from hp_train.checkpoint.storage import SavePolicy
 from hp_train.checkpoint.state import CheckpointState
 from hp_train.errors import CheckpointError
 from tests.checkpoint.whole_runs import assert_same_bits
@@ -48,7 +49,7 @@ def _local(state: CheckpointState) -> dict[str, torch.Tensor]:
 
 def train_while_saving(rank: int, world_size: int, root: Path) -> None:
     state = _sharded_state()
-    saver = AsyncSaver(root, keep_last=2)
+    saver = AsyncSaver(root, SavePolicy(2))
     released, real = threading.Event(), storage.write_safetensors
 
     def held_back(path, entries):
@@ -77,7 +78,7 @@ def train_while_saving(rank: int, world_size: int, root: Path) -> None:
         saver.save(step, state)  # waits for the one before
     saver.wait()
     assert {name: buffer.data_ptr() for name, buffer in saver._buffers.items()} == buffers
-    assert sorted(path.name for path in root.iterdir()) == ["step_00000002", "step_00000003"]
+    assert sorted(path.name for path in root.glob("step_*")) == ["step_00000002", "step_00000003"]
 
     _fail_in_the_background(rank, saver, state, root)
     saver.close()
@@ -108,7 +109,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 def test_one_process_without_a_group_saves_in_the_background(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(4))
     state = CheckpointState({"w": weight}, torch.optim.AdamW([weight]), {}, {"step": 1})
-    saver = AsyncSaver(tmp_path, keep_last=1)
+    saver = AsyncSaver(tmp_path, SavePolicy(1))
     saver.save(1, state)
     with torch.no_grad():
         weight.zero_()
@@ -123,7 +124,7 @@ def test_cuda_state_is_staged_in_pinned_memory_and_written_as_it_was(tmp_path: P
         weight = torch.nn.Parameter(torch.full((1024, 1024), value, device="cuda"))
         return CheckpointState({"w": weight}, torch.optim.AdamW([weight], fused=True), {}, {"step": 1})
 
-    saved, loaded, saver = state(1.0), state(3.0), AsyncSaver(tmp_path, keep_last=2)
+    saved, loaded, saver = state(1.0), state(3.0), AsyncSaver(tmp_path, SavePolicy(2))
     saver.save(1, saved)
     with torch.no_grad():
         saved.parameters["w"].fill_(2.0)
@@ -132,6 +133,6 @@ def test_cuda_state_is_staged_in_pinned_memory_and_written_as_it_was(tmp_path: P
     saver.close()
     load_checkpoint(tmp_path / "step_00000001", loaded)
     assert (loaded.parameters["w"] == 1.0).all()
-    save_checkpoint(tmp_path, 2, saved, keep_last=2)
+    save_checkpoint(tmp_path, 2, saved, SavePolicy(2))
     load_checkpoint(tmp_path / "step_00000002", loaded)
     assert (loaded.parameters["w"] == 2.0).all()

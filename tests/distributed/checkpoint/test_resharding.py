@@ -21,6 +21,7 @@ from hp_train.checkpoint.load import find_checkpoint, load_checkpoint
 from hp_train.checkpoint.metadata_json import decode_metadata
 from hp_train.checkpoint.layout import METADATA, encode_json, read_json, read_manifest
 from hp_train.checkpoint.save import save_checkpoint, write_shards
+from hp_train.checkpoint.storage import SavePolicy
 from hp_train.checkpoint.state import CheckpointState
 from hp_train.checkpoint.tensor_shard import shard_of
 from hp_train.errors import CheckpointError
@@ -115,7 +116,7 @@ def merged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def save_all_layouts(rank: int, world_size: int, root: Path) -> None:
     for number, layout in enumerate(LAYOUTS[world_size]):
         state = build(layout, rank, world_size, seed=1000 * number, steps=2)
-        save_checkpoint(root / f"{layout}_{world_size}", 2, state, keep_last=1)
+        save_checkpoint(root / f"{layout}_{world_size}", 2, state, SavePolicy(1))
         expected = merged(gathered(state))
         if rank == 0:
             torch.save(expected, root / f"{layout}_{world_size}.pt")
@@ -139,7 +140,7 @@ def test_every_layout_reads_every_other(tmp_path: Path) -> None:
     for world_size in (4, 2):
         run_ranks(world_size, save_all_layouts, tmp_path)
     single = build("single", 0, 1, seed=5, steps=2)
-    save_checkpoint(tmp_path / "single_1", 2, single, keep_last=1)
+    save_checkpoint(tmp_path / "single_1", 2, single, SavePolicy(1))
     torch.save(gathered(single), tmp_path / "single_1.pt")
     for world_size in (4, 2):
         assert run_ranks(world_size, load_all_into_all_layouts, tmp_path) == [7 * len(LAYOUTS[world_size])] * world_size
@@ -187,7 +188,7 @@ def reshard_placements(rank: int, world_size: int, root: Path) -> int:
     pairs = 0
     for number, variant in enumerate(PLACEMENTS):
         shards = {f"model.{name}": shard_of(cut(tensor, variant)) for name, tensor in WHOLE.items()}
-        folder = write_shards(root / str(number), 1, shards, encode_json({}), keep_last=1, group=None)
+        folder = write_shards(root / str(number), 1, shards, encode_json({}), SavePolicy(1), group=None)
         for other in PLACEMENTS:
             targets = {name: cut(torch.zeros_like(tensor), other) for name, tensor in WHOLE.items()}
             load_checkpoint(folder, CheckpointState(targets, torch.optim.SGD([torch.zeros(1)], lr=1.0)))
@@ -207,27 +208,27 @@ def failing_saves(rank: int, world_size: int, root: Path) -> list[str]:
     from hp_train.checkpoint import storage
 
     state = build("fsdp", rank, world_size, seed=0, steps=1)
-    first = save_checkpoint(root, 1, state, keep_last=1)
+    first = save_checkpoint(root, 1, state, SavePolicy(1))
     messages = []
     if rank == 1:  # this rank can write no file longer than a few bytes, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
     with pytest.raises(CheckpointError) as caught:
-        save_checkpoint(root, 2, state, keep_last=1)
+        save_checkpoint(root, 2, state, SavePolicy(1))
     messages.append(str(caught.value))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     dist.barrier()
-    assert find_checkpoint(root) == first and [path.name for path in root.iterdir()] == [first.name]
+    assert find_checkpoint(root) == first and [path.name for path in root.glob("step_*")] == [first.name]
 
     real = storage.write_safetensors
     if rank == 1:
         storage.write_safetensors = lambda path, entries: 1 / 0
     with pytest.raises(RuntimeError, match=r"failed on rank 1: ZeroDivisionError") as caught:
-        save_checkpoint(root, 2, state, keep_last=1)
+        save_checkpoint(root, 2, state, SavePolicy(1))
     assert "in write_data" in str(caught.value), "the traceback of the rank that failed is missing"
     storage.write_safetensors = real
     dist.barrier()
 
-    second = save_checkpoint(root, 2, state, keep_last=2)
+    second = save_checkpoint(root, 2, state, SavePolicy(2))
     if rank == 0:
         damaged = bytearray((second / "optimizer-rank_00001.safetensors").read_bytes())
         damaged[-1] ^= 1
