@@ -10,6 +10,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from hp_train.checkpoint.fit import checkpoint_changes
+from hp_train.checkpoint.size import disk_need
 from hp_train.compile.pass_config import build_pass_config_from_trainer_config
 from hp_train.config.paths import overrides_with_absolute_paths, pinned_paths, with_absolute_paths
 from hp_train.config.schema import TrainerConfig
@@ -25,13 +27,11 @@ from hp_train.launch.run_dir import (
     check_resume_dir,
     check_run_dir,
     create_run_dir,
+    free_bytes,
 )
 from hp_train.launch.signals import StopSignals
 from hp_train.launch.summary import continue_command, summarize
-from hp_train.models.shapes import num_parameters
 from hp_train.topology import BatchPlan
-
-_BYTES_PER_PARAMETER = {"adamw": 12, "sgd": 4}  # fp32 weights, and AdamW's two moments
 
 
 def machine_faults(config: TrainerConfig, run_dir: Path | None = None) -> list[str]:
@@ -39,8 +39,8 @@ def machine_faults(config: TrainerConfig, run_dir: Path | None = None) -> list[s
 
     `run_dir` is given to go on with the run there; else the run is a new one.
     """
-    size = num_parameters(config.model) * _BYTES_PER_PARAMETER[config.optimizer.name]
-    directory = check_run_dir(config, size) if run_dir is None else check_resume_dir(run_dir, size)
+    need = disk_need(config, None if run_dir is None else run_dir / "checkpoints")
+    directory = check_run_dir(config, need) if run_dir is None else check_resume_dir(run_dir, need)
     return [*directory, *plan_processes(config).faults]
 
 
@@ -95,7 +95,10 @@ def _launch(
     batch = BatchPlan(trainer.global_batch_size, plan.sizes.dp_size, trainer.micro_batch_size, trainer.seq_len)
     pass_config = build_pass_config_from_trainer_config(config)
     write_json(run_dir / "pass_config.json", dataclasses.asdict(pass_config))
-    _say(batch.describe(), *plan.lines, f"run directory {run_dir}")
+    checkpoints = run_dir / "checkpoints"
+    changes = [f"changed: {change}" for change in checkpoint_changes(checkpoints, config)]
+    disk = disk_need(config, checkpoints).describe(free_bytes(run_dir))
+    _say(batch.describe(), *plan.lines, disk, f"run directory {run_dir}", *changes)
     with StopSignals().installed() as stop:
         from hp_train.launch.local import launch  # torch is loaded here, when nothing is left to refuse
 
