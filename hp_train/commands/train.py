@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hp_train.checkpoint.fit import checkpoint_misfits
+from hp_train.checkpoint.layout import newest_committed
 from hp_train.config.compose import Composition
 from hp_train.config.faults import is_unknown
 from hp_train.config.schema import TrainerConfig
@@ -14,7 +16,8 @@ from hp_train.config.schema_tree import LEAVES
 from hp_train.config.validate import faults, warnings
 from hp_train.errors import ConfigError, ExitCode
 from hp_train.launch.devices import plan_processes
-from hp_train.launch.start import machine_faults, start_run
+from hp_train.launch.run_dir import holds_run
+from hp_train.launch.start import machine_faults, resume_run, start_run
 from hp_train.topology import BatchPlan
 
 _MACHINE_READS = ("accelerator.", "fsdp.", "model.", "launcher.", "optimizer.name", "trainer.device", "trainer.run")
@@ -24,17 +27,45 @@ def run(jobs: Sequence[Composition], argv: list[str]) -> int:
     """Check all jobs, then run one after the other; return the worst exit code."""
     found: list[str] = []
     for job in jobs:
-        found.extend(_with_job(message, job, jobs) for message in job_faults(job))
+        run_dir = run_to_go_on_with(job.config)
+        faults_of_job = job_faults(job, run_dir)
+        if run_dir is not None and not faults_of_job:
+            faults_of_job = checkpoint_misfits(run_dir / "checkpoints", job.config)
+        found.extend(_with_job(message, job, jobs) for message in faults_of_job)
     if found:
         raise ConfigError(*dict.fromkeys(found))
     worst = 0
     for job in jobs:
         warn(job.config)
-        code = start_run(job.config, recipe=job.recipe or "", overrides=list(job.overrides), argv=argv)
+        code = _start(job, argv)
         worst = max(worst, code)
         if code in (ExitCode.INTERRUPTED, ExitCode.REQUEUE):
             break  # who stopped this job did not ask for the next
     return worst
+
+
+def _start(job: Composition, argv: list[str]) -> int:
+    run_dir = run_to_go_on_with(job.config)
+    if run_dir is not None:
+        return resume_run(run_dir, job.config, overrides=list(job.overrides), argv=argv)
+    return start_run(job.config, recipe=job.recipe or "", overrides=list(job.overrides), argv=argv)
+
+
+def run_to_go_on_with(config: TrainerConfig) -> Path | None:
+    """Return the folder of the run that trainer.resume says to go on with, None to start a new one.
+
+    Raises ConfigError when there must be one and is none.
+    """
+    trainer = config.trainer
+    if trainer.resume not in ("auto", "must") or trainer.run_dir is None:
+        return None
+    run_dir = Path(trainer.run_dir).expanduser().absolute()
+    if trainer.resume == "must" and newest_committed(run_dir / "checkpoints") is None:
+        raise ConfigError(
+            f"trainer.resume=must, and trainer.run_dir={trainer.run_dir} holds no complete checkpoint; use auto to "
+            "begin at step 1"
+        )
+    return run_dir if holds_run(run_dir) else None
 
 
 def _with_job(message: str, job: Composition, jobs: Sequence[Composition]) -> str:
@@ -62,8 +93,6 @@ def _has_checkpoint(run_dir: Path | None) -> bool:
     """Say whether a run goes on from a checkpoint of its own, and so needs no weights from elsewhere."""
     if run_dir is None:
         return False
-    from hp_train.checkpoint.layout import newest_committed
-
     return newest_committed(run_dir / "checkpoints") is not None
 
 
