@@ -58,9 +58,10 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from hp_train.config.schema import ModelSection
+from hp_train.config.schema import ModelSection, OptimizerSection
 from hp_train.fully_shard import fully_shard
 from hp_train.models.llama import Llama
+from hp_train.training.optimizer import build_optimizer
 
 MESHES = {"fsdp": (2,), "ddp": (2,), "hsdp": (2, 2)}
 LLAMA_31M = ModelSection(vocab_size=8192, dim=512, num_layers=8, num_heads=8, num_kv_heads=8, ffn_dim=1376)
@@ -123,6 +124,13 @@ def wrap(model: nn.Module, engine: str, mode: str, mesh: DeviceMesh) -> nn.Modul
     return model
 
 
+def optimizer_for(named_parameters: dict[str, nn.Parameter], args: argparse.Namespace) -> torch.optim.Optimizer:
+    """The trainer's own optimizer, or with --loop-adamw torch's default, a loop with temporaries of its own."""
+    if args.loop_adamw:
+        return torch.optim.AdamW(named_parameters.values(), lr=1e-4)
+    return build_optimizer(named_parameters, OptimizerSection(lr=1e-4), torch.device("cpu"))
+
+
 class Run:
     """A wrapped model with its optimizer and a batch; `step` is one training step."""
 
@@ -130,7 +138,7 @@ class Run:
         self.model = build_model(args.small_params)
         if mesh is not None:
             wrap(self.model, engine, args.mode, mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=args.fused or None)
+        self.optimizer = optimizer_for(dict(self.model.named_parameters()), args)
         generator = torch.Generator().manual_seed(dist.get_rank())
         if args.small_params:
             self.inputs = torch.randn(4, 64, generator=generator)
@@ -221,22 +229,21 @@ def _activation_bytes(args: argparse.Namespace) -> int:
 def measure_floor(rank: int, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     """Bare computation, with the optimizer on this rank's share, plus the step's bytes at gloo's own best rate."""
     bare = Run("none", args, None)
-    shares = [nn.Parameter(param.detach().flatten()[:: dist.get_world_size() if args.mode != "ddp" else 1].clone())
-              for param in bare.model.parameters()]
-    if args.mode == "hsdp":
-        shares = [nn.Parameter(share.detach()[::1].repeat(2)[: share.numel() * 2]) for share in shares]
-    bare.optimizer = torch.optim.AdamW(shares, lr=1e-4)
-    for share in shares:
-        share.grad = torch.zeros_like(share)
+    num_shards = 1 if args.mode == "ddp" else MESHES[args.mode][-1]
+    shares = {
+        name: nn.Parameter(param.detach().flatten()[::num_shards].clone())
+        for name, param in bare.model.named_parameters()
+    }
+    bare.optimizer = optimizer_for(shares, args)
     times = []
-    for _ in range(args.rounds * args.steps):
-        dist.barrier()
-        bare.model.zero_grad(set_to_none=False)
-        times.append(bare.step()[0])
-        for share in shares:
+    for _ in range(args.rounds * args.steps + 1):
+        bare.model.zero_grad()
+        for share in shares.values():
             share.grad = torch.zeros_like(share)
+        dist.barrier()
+        times.append(bare.step()[0])
     numel = sum(param.numel() for param in bare.model.parameters())
-    return {"compute_ms": round(1e3 * statistics.median(times), 1), **_wire(numel, args.mode)}
+    return {"compute_ms": round(1e3 * statistics.median(times[1:]), 1), **_wire(numel, args.mode)}
 
 
 def _wire(numel: int, mode: str) -> dict[str, Any]:
@@ -285,7 +292,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=sorted(MESHES), default="fsdp")
     parser.add_argument("--tokens", type=int, default=128, help="tokens a rank and step")
     parser.add_argument("--small-params", type=int, default=0, help="N small parameters a unit instead of the Llama")
-    parser.add_argument("--fused", action="store_true", help="fused AdamW, which needs no temporaries of its own")
+    parser.add_argument("--loop-adamw", action="store_true", help="torch's default AdamW instead of the trainer's")
     parser.add_argument("--asynchronous", action="store_true", help="also FSDP2 with async unshard and prefetch")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="timed steps a turn")
