@@ -18,7 +18,7 @@ FLOORS = [
     {"schedule", "models.shapes"},
     {"stage_split", "compile.pass_config", "training.progress", "training.run_context", "pipeline_plan"},
     {"models", "data", "checkpoint", "fully_shard", "pipeline_parallel", "compile"},
-    {"parallel", "config", "pretrained"},
+    {"parallel", "config", "pretrained", "generation"},
     {"training", "planning"},
     {"launch"},
     {"commands"},

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hp_train.data import shakespeare
-from hp_train.data.token_folder import BYTE_VOCABULARY, TokenIndex
+from hp_train.data.token_folder import BYTE_VOCABULARY, TOKENIZER_FILE, TokenIndex
 from hp_train.errors import ConfigError
 
 SOURCES = ("shakespeare", "tokens", "random")
@@ -87,6 +87,19 @@ def describe_source(config: DataConfig) -> SourceInfo:
     if config.name == "random":
         return SourceInfo("random", None, None, None, None, None, "random")
     raise ConfigError(f"data.name={config.name} is unknown; use {', '.join(SOURCES)}")
+
+
+def tokenizer_of(config: DataConfig) -> str | None:
+    """The tokenizer that the ids of `config`'s data are of: `byte`, a tokenizer.json, or None where there is no text.
+
+    Raises ConfigError if the folder that would tell is missing or damaged.
+    """
+    if config.name != "tokens":
+        return describe_source(config).tokenizer
+    if not config.path:
+        raise ConfigError("data.path is not set")
+    vocabulary = TokenIndex.read(config.path).vocabulary
+    return "byte" if vocabulary.sha256 is None else str(Path(config.path, TOKENIZER_FILE))
 
 
 def _describe_shakespeare(config: DataConfig) -> SourceInfo:

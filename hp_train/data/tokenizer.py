@@ -27,12 +27,20 @@ _PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>")
 
 
 class Tokenizer(Protocol):
-    """Encodes pieces of text; adds no special tokens."""
+    """Encodes pieces of text, adding no special tokens, and decodes ids."""
 
     vocabulary: Vocabulary
 
     def encode(self, pieces: Sequence[bytes]) -> list[NDArray[np.uint32]]:
         """Token ids of each piece of UTF-8 text."""
+        ...
+
+    def encode_prompt(self, text: str, *, special_tokens: bool) -> list[int]:
+        """Token ids of a text to go on from, with what the tokenizer puts in front of it if `special_tokens`."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens; bytes that are no UTF-8 become U+FFFD."""
         ...
 
 
@@ -45,31 +53,42 @@ class ByteTokenizer:
         """See `Tokenizer`."""
         return [np.frombuffer(piece, dtype=np.uint8).astype(np.uint32) for piece in pieces]
 
+    def encode_prompt(self, text: str, *, special_tokens: bool) -> list[int]:
+        """See `Tokenizer`; nothing is put in front."""
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer`."""
+        return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
+
 
 class FileTokenizer:
-    """A tokenizer read from a tokenizer.json. Raises ConfigError if the file cannot be read or is none."""
+    """A tokenizer read from a tokenizer.json. Raises ConfigError if the file cannot be read or is none.
 
-    def __init__(self, path: str) -> None:
+    `setting` is what to call it in errors.
+    """
+
+    def __init__(self, path: str, setting: str = "--tokenizer") -> None:
         if not path:
-            raise ConfigError("--tokenizer is empty; use byte or a tokenizer.json")
+            raise ConfigError(f"{setting} is empty; use byte or a tokenizer.json")
         import tokenizers  # 30 ms, and not needed for bytes
 
         try:
             data = Path(path).read_bytes()
         except OSError as error:
             raise ConfigError(
-                f"--tokenizer {path} cannot be read ({error.strerror}); use byte or a tokenizer.json"
+                f"{setting} {path} cannot be read ({error.strerror}); use byte or a tokenizer.json"
             ) from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises bare Exception for whatever is wrong in the file
             reason = " ".join(str(error).split())
-            raise ConfigError(f"--tokenizer {path} is no tokenizer.json ({reason})") from None
+            raise ConfigError(f"{setting} {path} is no tokenizer.json ({reason})") from None
         self._tokenizer.no_truncation()  # both may be set in the file, for inference
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
-            raise ConfigError(f"--tokenizer {path} has no tokens")
+            raise ConfigError(f"{setting} {path} has no tokens")
         self.vocabulary = Vocabulary(
             tokenizer=Path(path).name,
             sha256=hashlib.sha256(data).hexdigest(),
@@ -85,14 +104,26 @@ class FileTokenizer:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
+    def encode_prompt(self, text: str, *, special_tokens: bool) -> list[int]:
+        """See `Tokenizer`."""
+        return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer`."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def token(self, token_id: int) -> str:
+        """The token of an id that is in the vocabulary."""
+        return self._tokenizer.id_to_token(token_id)
+
     def token_id(self, token: str) -> int | None:
         """Id of `token` as spelt in the vocabulary, None if it has none."""
         return self._tokenizer.token_to_id(token)
 
 
-def open_tokenizer(name: str) -> ByteTokenizer | FileTokenizer:
-    """The tokenizer called `name`: `byte`, or the path of a tokenizer.json."""
-    return ByteTokenizer() if name == "byte" else FileTokenizer(name)
+def open_tokenizer(name: str, setting: str = "--tokenizer") -> ByteTokenizer | FileTokenizer:
+    """The tokenizer called `name`: `byte`, or the path of a tokenizer.json. `setting` is what to call it in errors."""
+    return ByteTokenizer() if name == "byte" else FileTokenizer(name, setting)
 
 
 def cut_point(text: bytes) -> int:
