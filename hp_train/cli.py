@@ -7,16 +7,12 @@ imported where they are needed: a verb pays for its own imports only.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
-from collections.abc import Callable
-from typing import NoReturn
 
-from hp_train.config.near_match import did_you_mean, nearest
+from hp_train.commands.verb_parser import VerbParser, command_module, parser_of
 from hp_train.errors import ConfigError, ExitCode, HpTrainError
-
-_VERBS = ("train", "resume", "recipes", "schedule", "data")
+from hp_train.verbs import VERBS, WITH_ARGV
 
 
 def main() -> int:
@@ -40,42 +36,21 @@ def main() -> int:
 
 def _dispatch(arguments: list[str], argv: list[str]) -> int:
     if not arguments:
-        return _command("overview").run()
+        return command_module("overview").run()
     first = arguments[0]
     if {"=", "."} & set(first) or first.startswith(("-", "~", "+")):
         return _train(arguments, argv)
-    if first not in _VERBS:
-        near = did_you_mean([nearest(first, _VERBS)])
-        shown = first if first.strip() else repr(first)
-        raise ConfigError(f"{shown} is no verb{near}; use {', '.join(_VERBS)}, recipe=NAME or key=value")
+    if first not in VERBS:
+        from hp_train.commands.respell import wrong_verb
+
+        raise ConfigError(wrong_verb(arguments))
     if first == "train":
         return _train(arguments[1:], argv)
-    command = _command(first)
-    parser = _Parser(prog=f"hp-train {first}", description=(command.__doc__ or "").splitlines()[0])
-    command.add_arguments(parser)
+    parser = parser_of(first)
     args = parser.parse_args(arguments[1:])
-    _refuse_empty(parser, args)
-    return command.run(args, argv) if first == "resume" else command.run(args)
-
-
-def _refuse_empty(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """An empty path would stand for the folder that the command is run in, which nobody named."""
-    for action in parser._actions:
-        if not action.option_strings and getattr(args, action.dest, None) == "":
-            raise ConfigError(f"{action.metavar} is empty; usage: {' '.join(parser.format_usage().split()[1:])}")
-
-
-def _command(name: str) -> Callable:
-    return importlib.import_module(f"hp_train.commands.{name}")
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are one line; its subparsers are of this class too."""
-
-    def error(self, message: str) -> NoReturn:
-        usage = " ".join(self.format_usage().removeprefix("usage: ").split())
-        verb = self.prog.removeprefix("hp-train").strip()
-        raise ConfigError(f"{verb + ': ' if verb else ''}{message}; usage: {usage}")
+    parser.refuse_empty(args)
+    command = command_module(first)
+    return command.run(args, argv) if first in WITH_ARGV else command.run(args)
 
 
 def _train(arguments: list[str], argv: list[str]) -> int:
@@ -84,6 +59,12 @@ def _train(arguments: list[str], argv: list[str]) -> int:
         from importlib.metadata import version  # slow to import
 
         print(f"hp-train {version('hp-train')}")
+        return 0
+    if options.help:
+        from hp_train.config.help_text import overview
+        from hp_train.config.search_path import search_path
+
+        print(overview(search_path(options.config_dir)))
         return 0
     from hp_train.config import compose
     from hp_train.config.override_check import Request, check_request
@@ -98,12 +79,12 @@ def _train(arguments: list[str], argv: list[str]) -> int:
     flags = _flags_for_hydra(options)
     prints_only = bool(flags) and flags != ["--multirun"]
     jobs = compose.run_hydra(flags, request, strict=prints_only)
-    return 0 if prints_only else _command("train").run(jobs, argv)
+    return 0 if prints_only else command_module("train").run(jobs, argv)
 
 
 def _parse_options(arguments: list[str]) -> argparse.Namespace:
     """Parse Hydra's options, of which those that would replace our config or unpickle a file are not offered."""
-    parser = _Parser(prog="hp-train", add_help=False, allow_abbrev=False, usage="hp-train --help")
+    parser = VerbParser(prog="hp-train", add_help=False, allow_abbrev=False, usage="hp-train --help")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", action="store_true")
@@ -117,11 +98,12 @@ def _parse_options(arguments: list[str]) -> argparse.Namespace:
     options, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
-        near = did_you_mean([nearest(unknown[0].partition("=")[0], known)])
-        raise ConfigError(f"unknown option {unknown[0]}{near}; use {', '.join(known)}")
+        from hp_train.commands.respell import unknown_option
+
+        raise ConfigError(unknown_option(unknown, arguments, known))
     if options.package is not None and not options.cfg:
         raise ConfigError(f"--package {options.package} goes with --cfg job")
-    if options.resolve and not (options.cfg or options.help):
+    if options.resolve and not options.cfg:
         raise ConfigError("--resolve goes with --cfg job")
     if options.package is not None:
         from hp_train.config.schema_tree import SECTIONS
@@ -132,8 +114,7 @@ def _parse_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def _flags_for_hydra(options: argparse.Namespace) -> list[str]:
-    flags = ["--help"] if options.help else []
-    flags += ["--cfg", options.cfg] if options.cfg else []
+    flags = ["--cfg", options.cfg] if options.cfg else []
     flags += ["--resolve"] if options.resolve else []
     flags += ["--package", options.package] if options.package else []
     flags += ["--info", options.info] if options.info else []
@@ -147,7 +128,7 @@ def _complete_verbs() -> None:
     at_new_word = os.environ.get("COMP_LINE", "").endswith(" ")
     if len(words) == 1 or (len(words) == 2 and not at_new_word):
         typed = words[1] if len(words) == 2 else ""
-        print(*(verb for verb in _VERBS if verb.startswith(typed)))
+        print(*(verb for verb in VERBS if verb.startswith(typed)))
         return
     num_words = {"train": 1, "resume": 2}.get(words[1] if words else "", 0)
     if num_words:

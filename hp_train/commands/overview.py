@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hp_train.config.help_text import USAGE, VERBS
+from hp_train.config.help_text import USAGE
 from hp_train.config.search_path import RECIPE_GROUP, description_of, is_recipe, search_path
+from hp_train.verbs import VERBS
 
 _COMMANDS = {
     "hp-train recipe=llama_fsdp_pp": "train a small Llama on Shakespeare, on whatever is here",

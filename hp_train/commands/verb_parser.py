@@ -1,0 +1,41 @@
+"""The argument parser of a verb, as the command, its help and completion need it. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from types import ModuleType
+from typing import NoReturn
+
+from hp_train.errors import ConfigError
+from hp_train.verbs import VERBS
+
+
+class VerbParser(argparse.ArgumentParser):
+    """An argument parser whose complaints are one line; its subparsers are of this class too."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with the complaint and the usage."""
+        usage = " ".join(self.format_usage().removeprefix("usage: ").split())
+        verb = self.prog.removeprefix("hp-train").strip()
+        raise ConfigError(f"{verb + ': ' if verb else ''}{message}; usage: {usage}")
+
+    def refuse_empty(self, args: argparse.Namespace) -> None:
+        """Raise ConfigError for an empty path: it would stand for the current folder, which nobody named."""
+        for action in self._actions:
+            if not action.option_strings and getattr(args, action.dest, None) == "":
+                raise ConfigError(f"{action.metavar} is empty; usage: {' '.join(self.format_usage().split()[1:])}")
+
+
+def command_module(verb: str) -> ModuleType:
+    """Return the module of a verb, imported now."""
+    return importlib.import_module(f"hp_train.commands.{verb}")
+
+
+def parser_of(verb: str) -> VerbParser:
+    """Return the parser of any verb but train, whose arguments are Hydra's."""
+    module = command_module(verb)
+    about = (module.__doc__ or VERBS[verb]).partition("\n\n")[0]
+    parser = VerbParser(prog=f"hp-train {verb}", description=about)
+    module.add_arguments(parser)
+    return parser
