@@ -24,6 +24,7 @@ $(STAMP)-run: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PY) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	$(BIN)/python -m compileall -q hp_train  # pip compiles what it copies, not an editable install
 	touch $@
 
 $(STAMP)-dev: $(STAMP)-run

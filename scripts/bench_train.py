@@ -33,8 +33,8 @@ from hp_train.training.run_context import RunContext
 from hp_train.training.setup import build_worker
 from hp_train.training.trainer import Trainer
 
-STEPS_A_ROUND = 40
-ROUNDS = 4
+STEPS_A_ROUND = 20
+ROUNDS = 9
 SETTINGS = {
     "model.dim": 192, "model.num_layers": 4, "model.num_heads": 6, "model.ffn_dim": 512, "trainer.seq_len": 128,
     "trainer.global_batch_size": 8, "trainer.micro_batch_size": 4, "trainer.max_steps": STEPS_A_ROUND,
