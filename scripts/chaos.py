@@ -40,7 +40,7 @@ from hp_train.launch.owner import own
 EVERY = 4  # steps between checkpoints
 STEPS_PER_ROUND = 12  # on average a round comes half as far
 SETTINGS = [
-    "model.dim=32", "model.num_layers=2", "model.num_heads=2", "model.ffn_dim=64", "trainer.seq_len=32",
+    "model.dim=32", "model.num_layers=2", "model.num_heads=4", "model.ffn_dim=64", "trainer.seq_len=32",
     "trainer.global_batch_size=4", "trainer.micro_batch_size=1", "trainer.device=cpu", "trainer.eval_every=5",
     "trainer.eval_batches=1", f"checkpoint.every={EVERY}", "checkpoint.async_save=true", "launcher.failure_timeout=8",
     "trainer.log_every=1000000", "optimizer.lr=1e-3",

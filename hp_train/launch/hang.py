@@ -47,7 +47,7 @@ class Standing:
     phase: str
     since_s: float | None  # how long ago it last got on; None if it never noted anything
     frames: tuple[Frame, ...] = ()  # of its main thread, innermost first
-    pipeline: str = ""  # its place in the pipeline's schedule, where there is one and it could be asked
+    more: str = ""  # the collective in flight and the place in the pipeline's schedule, where it could be asked
 
     @property
     def collective(self) -> str:
@@ -72,7 +72,7 @@ class Standing:
             where += f", in {self.frames[0]}"
         else:
             where += ", says nothing"
-        return f"{where}; {self.pipeline}" if self.pipeline else where
+        return f"{where}; {self.more}" if self.more else where
 
     def stack_lines(self) -> list[str]:
         """Return the innermost calls, one line each."""

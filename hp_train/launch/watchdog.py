@@ -3,7 +3,7 @@
 Workers note what they do on a board in shared memory (`training.progress`). When no rank of this machine has noted
 anything for longer than the limit, two signals ask each worker where it is: one is answered by the C code of
 faulthandler, which writes the stacks of all threads even while the interpreter is blocked; the other by a thread that
-knows more (which step of a pipeline schedule), if the interpreter lets it run. Before the first optimizer step is
+knows more (which collective, which step of a pipeline schedule), if the interpreter lets it run. Before the first optimizer step is
 through the limit is another, longer one: models are built, compiled and loaded then.
 """
 
@@ -94,4 +94,5 @@ def _standing(rank: int, note: Note | None, folder: Path) -> Standing:
     step, phase = (note.step, str(note.phase)) if note is not None else (0, str(Phase.START))
     told = read_json(folder / STANDING_FILE) or {}
     since_s = time.monotonic() - note.at_s if note is not None else None
-    return Standing(rank, step, phase, since_s, read_main_stack(folder / STACKS_FILE), told.get("pipeline", ""))
+    more = "; ".join(filter(None, (told.get("collective"), told.get("pipeline"))))
+    return Standing(rank, step, phase, since_s, read_main_stack(folder / STACKS_FILE), more)

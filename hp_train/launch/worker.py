@@ -8,6 +8,7 @@ was raised, after leaving failure.json in its log folder.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import faulthandler
 import os
 import sys
@@ -16,18 +17,19 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from hp_train.config.schema import TrainerConfig
 from hp_train.checkpoint.fence import newest_attempt
+from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ExitCode, HpTrainError, SupersededError
 from hp_train.launch import lifeline
 from hp_train.launch.devices import mesh_sizes
 from hp_train.launch.failures import FAILED_MARK, Failure, record_failure
 from hp_train.launch.files import read_json, write_json
+from hp_train.launch.flight import collective_in_flight
+from hp_train.launch.lifeline import SHOW_STACKS
 from hp_train.launch.out_of_memory import advise, is_out_of_memory, measure
 from hp_train.launch.outcome import Cause, Outcome, write_outcome
 from hp_train.launch.run_dir import rank_dir
 from hp_train.launch.watchdog import BOARD, STACKS_FILE, STANDING_FILE
-from hp_train.launch.lifeline import SHOW_STACKS
 from hp_train.topology import coordinates_of
 from hp_train.training.progress import Board, Phase
 from hp_train.training.run_context import RunContext, TrainOutcome
@@ -69,7 +71,12 @@ def _be_watched(context: RunContext) -> None:
 
 def _tell_standing(context: RunContext) -> None:
     progress = context.progress
-    standing = {"step": progress.step, "phase": str(progress.phase), "pipeline": progress.describe_pipeline()}
+    standing = {
+        "step": progress.step,
+        "phase": str(progress.phase),
+        "pipeline": progress.describe_pipeline(),
+        "collective": collective_in_flight(),
+    }
     write_json(rank_dir(context.run_dir, context.attempt, context.rank) / STANDING_FILE, standing)
 
 
@@ -120,12 +127,15 @@ def _run(config: TrainerConfig, context: RunContext, train: Train | None) -> Tra
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "0")  # a single process without a launcher: any free port
+    # The watchdog comes first, and knows more; this is for a run without our launcher.
+    launcher = config.launcher
+    timeout = datetime.timedelta(seconds=2 * max(launcher.first_step_timeout, launcher.failure_timeout))
     if config.trainer.device == "cuda":
         device = torch.device("cuda", context.local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
     if context.attempt == 0:
         agreed = [newest_attempt(context.run_dir) + 1]  # rank 0's count; others may see folders their peers just made
         dist.broadcast_object_list(agreed)

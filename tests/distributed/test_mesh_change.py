@@ -23,7 +23,7 @@ SAVED_AT, LAST = 3, 6
 SETTINGS = {
     **TINY, "optimizer.lr": 3e-3, "lr_scheduler.name": "cosine", "lr_scheduler.total_steps": LAST,
     "trainer.max_grad_norm": 1.0, "model.tie_embeddings": True, "checkpoint.every": SAVED_AT,
-    "checkpoint.keep_last": 5,
+    "checkpoint.keep_last": 5, "trainer.max_steps": LAST, "model.dim": 16, "model.ffn_dim": 24,
 }  # fmt: skip
 MESHES = {
     4: {
@@ -31,29 +31,29 @@ MESHES = {
         "torch's fsdp": {"fsdp.dp_shard_size": 4, "fsdp.implementation": "torch"},
         "hsdp": {"fsdp.dp_mode": "hsdp", "fsdp.dp_shard_size": 2, "fsdp.dp_replicate_size": 2},
         "ddp": {"fsdp.dp_mode": "ddp", "fsdp.dp_replicate_size": 4},
-        "pp x fsdp": {"accelerator.pp_size": 2, "fsdp.dp_shard_size": 2},
         "interleaved x fsdp": {
             "accelerator.pp_size": 2, "fsdp.dp_shard_size": 2, "pp.schedule": "interleaved_1f1b",
         },
     },
-    2: {"zbv": {"accelerator.pp_size": 2, "pp.schedule": "zbv"}, "fsdp": {"fsdp.dp_shard_size": 2}},
+    2: {"zbv": {"accelerator.pp_size": 2, "pp.schedule": "zbv"}},
     1: {"single": {}},
 }  # fmt: skip
 
 
-def train(rank: int, world_size: int, run_dir: Path, *layers: dict, attempt: int) -> tuple[Worker, list[int]]:
-    """Train from what the folder holds; the worker, and the samples that this rank read."""
+def train(
+    rank: int, world_size: int, run_dir: Path, *layers: dict, attempt: int
+) -> tuple[dict[str, str], list[int]]:
+    """Train from what the folder holds; the state that was begun with, and the samples that this rank then read."""
     context = RunContext(run_dir, attempt=attempt, rank=rank, local_rank=rank, world_size=world_size)
     config = make_config(SETTINGS, *layers)
     worker = build_worker(config, context)
-    read: list[int] = []
     trainer = Trainer(config, context, worker)
-    steps_taken, samples_of, optimizer_step = [], trainer._samples_of, trainer._optimizer_step
-    trainer._optimizer_step = lambda step, *more: (steps_taken.append(step - 1), optimizer_step(step, *more))[1]
+    steps, states, meet_peers, optimizer_step = [], [], trainer._meet_peers, trainer._optimizer_step
+    trainer._optimizer_step = lambda step, *more: (steps.append(step - 1), optimizer_step(step, *more))[1]
+    trainer._meet_peers = lambda: (states.append(whole_state(worker)), meet_peers())
     trainer.run()
-    for step in steps_taken:  # the loader reads one step ahead: only what was trained on counts
-        read += [sample for chunk in samples_of(step) for sample in chunk]
-    return worker, read
+    # The loader reads one step ahead: only what was trained on counts.
+    return states[0], [sample for step in steps for chunk in trainer._samples_of(step) for sample in chunk]
 
 
 def whole_state(worker: Worker) -> dict[str, str]:
@@ -77,14 +77,17 @@ def whole_state(worker: Worker) -> dict[str, str]:
 
 
 def first_part(rank: int, world_size: int, root: Path, mesh: dict) -> dict[str, str]:
-    """Train to the end, and apart from it to the checkpoint that the others begin with."""
+    """Train to the end; the state of the checkpoint in the middle, as the same mesh reads it."""
     if rank == 0:
-        for name in ("straight", "half"):
-            (root / name).mkdir()
+        (root / "straight").mkdir()
     dist.barrier()
-    train(rank, world_size, root / "straight", mesh, {"trainer.max_steps": LAST}, attempt=1)
-    worker, _ = train(rank, world_size, root / "half", mesh, {"trainer.max_steps": SAVED_AT}, attempt=1)
-    return whole_state(worker)
+    train(rank, world_size, root / "straight", mesh, attempt=1)
+    if rank == 0:
+        shutil.copytree(root / "straight", root / "half")
+        shutil.rmtree(root / f"half/checkpoints/step_{LAST:08d}")
+    dist.barrier()
+    state, _ = train(rank, world_size, root / "half", mesh, {"trainer.max_steps": SAVED_AT}, attempt=2)
+    return state
 
 
 def go_on(rank: int, world_size: int, root: Path) -> dict[str, tuple[dict, list[int]]]:
@@ -93,11 +96,9 @@ def go_on(rank: int, world_size: int, root: Path) -> dict[str, tuple[dict, list[
         run_dir = root / f"{name} {world_size}"
         if rank == 0:
             shutil.copytree(root / "half", run_dir)
-        dist.barrier()
-        loaded, _ = train(rank, world_size, run_dir, mesh, {"trainer.max_steps": SAVED_AT}, attempt=2)
-        state = whole_state(loaded)
-        _, read = train(rank, world_size, run_dir, mesh, {"trainer.max_steps": LAST}, attempt=3)
-        found[name] = (state, read)
+        if world_size > 1:
+            dist.barrier()
+        found[name] = train(rank, world_size, run_dir, mesh, attempt=3)
     return found
 
 

@@ -28,9 +28,9 @@ def main() -> int:
     Path(root).mkdir(parents=True, exist_ok=True)
     real_launch = local.launch
 
-    def launch(run_dir, *arguments):  # the one thing that differs from the command: which worker is started
+    def launch(run_dir, *arguments, **more):  # the one thing that differs from the command: which worker is started
         (run_dir / "fake.json").write_text(json.dumps(json.loads(plan)))
-        return real_launch(run_dir, *arguments, worker=(str(Path(__file__).with_name("fake_worker.py")),))
+        return real_launch(run_dir, *arguments, **more, worker=(str(Path(__file__).with_name("fake_worker.py")),))
 
     local.launch = launch
     try:

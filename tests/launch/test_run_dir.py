@@ -17,7 +17,8 @@ import pytest
 from hp_train.checkpoint.fence import newest_attempt
 from hp_train.checkpoint.size import DiskNeed
 from hp_train.config.schema import TrainerConfig
-from hp_train.errors import ConfigError
+from hp_train.errors import ConfigError, SupersededError
+from hp_train.launch import owner as owners
 from hp_train.launch import run_dir as runs
 from hp_train.launch.outcome import Cause, Outcome, read_outcome, read_outcomes, write_outcome
 from hp_train.launch.owner import STALE_AFTER_S, Owner, living_owner, own, process_start
@@ -140,6 +141,50 @@ def test_owners_are_told_apart_by_start_time_here_and_by_heartbeat_elsewhere() -
     assert far.lives()
     assert not dataclasses.replace(far, heartbeat=time.time() - STALE_AFTER_S - 1).lives()
     assert process_start(2**22 + 1) is None  # above the kernel's largest pid
+
+
+def test_the_same_job_takes_over_from_another_machine_at_once_and_nobody_else_does(monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "815")
+    elsewhere = dataclasses.replace(Owner.myself(), machine="elsewhere")
+    assert not elsewhere.lives() and dataclasses.replace(elsewhere, job_id="816").lives()
+    assert Owner.myself().lives()  # on this machine the process itself tells
+    assert "(job 815)" in elsewhere.describe()
+
+
+def _rival(folder: Path, attempt: int) -> None:
+    """As a launcher on another machine leaves its mark."""
+    (folder / f"logs/attempt_{attempt}").mkdir(parents=True, exist_ok=True)
+    rival = dataclasses.replace(Owner.myself(attempt), machine="elsewhere", host="node7")
+    (folder / "owner.json").write_text(json.dumps(dataclasses.asdict(rival)))
+
+
+def test_of_two_that_start_at_once_one_steps_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse, looks = owners._refuse_if_taken, []
+
+    def look_too_early(run_dir: Path) -> None:
+        looks.append(run_dir)
+        if len(looks) == 1:  # nobody is there yet; then the rival is quicker
+            _rival(run_dir, 2)
+            return
+        refuse(run_dir)
+
+    monkeypatch.setattr(owners, "_refuse_if_taken", look_too_early)
+    with pytest.raises(ConfigError, match="is in use by process .* on node7"), own(tmp_path):
+        pass
+    assert newest_attempt(tmp_path) == 2, "the folder of the one that stepped back stayed"
+
+
+def test_a_heartbeat_never_takes_a_folder_back(tmp_path: Path) -> None:
+    with own(tmp_path) as ownership:
+        ownership.beat()
+        ownership.check()
+        _rival(tmp_path, 2)
+        ownership.beat()
+        assert living_owner(tmp_path).host == "node7"
+        for act in (ownership.check, ownership.next_attempt):
+            with pytest.raises(SupersededError, match="attempt 2 has taken over"):
+                act()
+    assert living_owner(tmp_path).host == "node7", "the note of the newer attempt was taken away"
 
 
 def test_attempts_count_on_from_the_highest(tmp_path: Path) -> None:
