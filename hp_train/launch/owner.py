@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from hp_train.checkpoint.fence import OWNER_FILE, Fence, newest_attempt
-from hp_train.errors import ConfigError
+from hp_train.errors import ConfigError, SupersededError
 from hp_train.launch.files import read_json, write_json
 
 HEARTBEAT_S = 15.0
@@ -122,7 +122,10 @@ class Ownership:
         with self._lock:
             self._fence.check()
             attempt = newest_attempt(self._run_dir) + 1
-            (self._run_dir / "logs" / f"attempt_{attempt}").mkdir()
+            try:
+                (self._run_dir / "logs" / f"attempt_{attempt}").mkdir()
+            except FileExistsError:
+                raise SupersededError(f"attempt {attempt} has taken over {self._run_dir} this very moment") from None
             self._take(attempt)
             self._write()
         return attempt

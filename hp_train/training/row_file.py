@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TextIO
 
 
 class RowFile:
@@ -64,8 +65,13 @@ class RowFile:
 
 
 def warn(text: str) -> None:
-    """Print a warning that a person cannot overlook; a log on the same full disk does not end the run."""
+    """Print a warning that a person cannot overlook."""
+    say(f"WARNING: {text}", sys.stderr)
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a line; a log on a disk that is full does not end the run."""
     try:
-        print(f"WARNING: {text}", file=sys.stderr, flush=True)
+        print(text, file=stream, flush=True)
     except OSError:
         return  # there is nowhere to say it

@@ -31,6 +31,7 @@ from hp_train.training.grad_norm import clip_factor, owned_square_sum, scale_gra
 from hp_train.training.health import check_health
 from hp_train.training.lr_schedule import learning_rate
 from hp_train.training.metrics import MetricsRow, MetricsWriter
+from hp_train.training.row_file import say
 from hp_train.training.run_context import Phase, RunContext, TrainOutcome
 from hp_train.training.setup import Worker, build_worker
 from hp_train.training.step import PipelineEngine
@@ -154,7 +155,7 @@ class Trainer:
         if self.is_reporter:
             (self.context.attempt_dir / "health.json").write_text(json.dumps(figures, indent=2) + "\n")
             for line in slow:
-                print(f"slow: {line}", flush=True)
+                say(f"slow: {line}")
 
     def _samples_of(self, step: int) -> list[list[int]]:
         if self.config.pp.data_steps and self.mesh.coordinates.pp > 0:
@@ -233,7 +234,7 @@ class Trainer:
         losses, tokens, squares_of_ranks, waits, peaks, signals, saves, dp_ranks, computes = rows.T.tolist()
         if self.is_reporter:
             for line in self.stragglers.add(computes):
-                print(line, flush=True)
+                say(line)
         num_tokens = int(sum(tokens))
         scale = self.worker.batch_plan.tokens_per_step / max(num_tokens, 1)
         bad = {int(dp_rank) for loss, dp_rank in zip(losses, dp_ranks, strict=True) if not math.isfinite(loss)}
