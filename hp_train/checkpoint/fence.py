@@ -30,6 +30,7 @@ class Fence:
     def __init__(self, run_dir: Path, attempt: int) -> None:
         self._run_dir = run_dir
         self._attempt = attempt
+        self._watched = (os.fspath(run_dir / "logs"), os.fspath(run_dir / OWNER_FILE))
         self._seen: tuple = ()
 
     def check(self) -> None:
@@ -42,7 +43,7 @@ class Fence:
 
     def newer_attempt(self) -> int | None:
         """Return the number of a newer attempt, None if there is none."""
-        now = (_stamp(self._run_dir / "logs"), _stamp(self._run_dir / OWNER_FILE))
+        now = tuple(map(_stamp, self._watched))
         if now == self._seen or self._attempt == 0:
             return None
         newest = max(newest_attempt(self._run_dir), _owning_attempt(self._run_dir))
@@ -52,7 +53,7 @@ class Fence:
         return None
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
+def _stamp(path: str) -> tuple[int, int] | None:
     try:
         status = os.stat(path)
     except OSError:  # gone, or out of reach for now: what was known stays true
