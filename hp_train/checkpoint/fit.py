@@ -50,17 +50,23 @@ def checkpoint_misfits(checkpoints_dir: Path, config: TrainerConfig) -> list[str
         tensors = read_json(folder, manifest, METADATA)["tensors"]  # type: ignore[index]
         saved = {name: tuple(map(int, tensor["shape"])) for name, tensor in tensors.items()}
         progress: dict[str, Any] = read_json(folder, manifest, PROGRESS)  # type: ignore[assignment]
-        step = int(progress["step"])
     except (CheckpointError, KeyError, TypeError, AttributeError, ValueError):
         return []
     found = [*_model_misfits(folder, saved, config.model), *_optimizer_misfits(folder, saved, config.optimizer.name)]
-    found += order_misfits(folder.name, progress, config)
-    if config.trainer.max_steps < step:
-        found.append(
-            f"trainer.max_steps={config.trainer.max_steps} lies before step {step} of checkpoint {folder.name}; "
-            f"use {step} or more"
-        )
-    return found
+    return [*found, *order_misfits(folder.name, progress, config)]
+
+
+def steps_misfits(checkpoints_dir: Path, config: TrainerConfig) -> list[str]:
+    """Return why a run that is not finished has no step left to take under `config`, one line or none."""
+    folder = newest_committed(checkpoints_dir)
+    max_steps = config.trainer.max_steps
+    try:
+        step = 0 if folder is None else read_manifest(folder).step
+    except CheckpointError:  # taken away this very moment
+        return []
+    if folder is None or step <= max_steps:
+        return []
+    return [f"trainer.max_steps={max_steps} lies before step {step} of checkpoint {folder.name}; use {step} or more"]
 
 
 def order_misfits(name: str, progress: dict[str, Any], config: TrainerConfig) -> list[str]:

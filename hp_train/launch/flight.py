@@ -14,16 +14,21 @@ _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, and of the
 
 
 def collective_in_flight() -> str:
-    """Return e.g. `gloo:all_reduce, number 12 of default_pg`; empty when none is under way or nothing is recorded."""
+    """Return e.g. `gloo:all_reduce, number 12 of default_pg`, the oldest under way; empty when nothing is recorded.
+
+    Backends that do not note the end of a collective are asked for their latest.
+    """
     recorder = sys.modules.get("torch._C._distributed_c10d")
     for name in _DUMPS:
         dump = getattr(recorder, name, None)
         if dump is None:
             continue
-        entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", [])
+        entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
         active = [entry for entry in entries if not entry.get("retired")]
         if active:
-            return _describe(active[0])  # the oldest: what comes after it waits for it
+            return _describe(active[0])  # what comes after it waits for it
+        if entries:
+            return f"latest {_describe(entries[-1])}"
     return ""
 
 

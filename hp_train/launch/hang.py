@@ -20,7 +20,7 @@ _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<functi
 _WAITS_IN = re.compile(
     r"torch/distributed/|hp_train/(fully_shard/(collectives|reduction|replicated)|pipeline_parallel/(transport|mailbox))"
 )
-_INTERNAL = frozenset({"wrapper", "_coalescing_manager", "__exit__", "wait", "inner", "decorate_context"})
+_INTERNAL = frozenset({"wrapper", "_coalescing_manager", "__exit__", "wait", "inner", "decorate_context"})  # say nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,8 @@ class Standing:
         """Return the collective or transfer that it waits in; empty if it waits in none."""
         if not self.frames or not _WAITS_IN.search(self.frames[0].file):
             return ""
-        waiting = []
-        for frame in self.frames:
-            if not _WAITS_IN.search(frame.file):
-                break
-            waiting.append(frame.function)
-        named = [function for function in waiting if function not in _INTERNAL and not function.startswith("_")]
-        return (named or waiting)[-1]
+        named = (frame.function for frame in self.frames if frame.function not in _INTERNAL)
+        return next(named, self.frames[0].function)
 
     def describe(self) -> str:
         """Return e.g. `step 7, data, in __next__ (hp_train/data/loader.py:85)`."""

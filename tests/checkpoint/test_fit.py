@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hp_train.checkpoint.fit import checkpoint_changes, checkpoint_misfits, identity
+from hp_train.checkpoint.fit import checkpoint_changes, checkpoint_misfits, identity, steps_misfits
 from hp_train.checkpoint.save import save_checkpoint
 from hp_train.checkpoint.storage import SavePolicy
 from hp_train.checkpoint.state import CheckpointState
@@ -69,10 +69,13 @@ def test_what_changes_with_a_meaning_is_said_and_what_has_none_is_refused(tmp_pa
     assert "lowest value from step 1000 on" in checkpoint_changes(tmp_path, config)[1]
     assert checkpoint_misfits(tmp_path, config) == []
     config.trainer.seed, config.trainer.seq_len, config.data.name, config.trainer.max_steps = 5, 64, "random", 9
-    seed, length, data, steps = checkpoint_misfits(tmp_path, config)
+    seed, length, data = checkpoint_misfits(tmp_path, config)
     assert seed.startswith("trainer.seed=5 puts samples into another order") and "use 0, or start a new run" in seed
     assert length.startswith("trainer.seq_len=64") and data.startswith("data.* is not what checkpoint step_00000010")
+    [steps] = steps_misfits(tmp_path, config)
     assert steps == "trainer.max_steps=9 lies before step 10 of checkpoint step_00000010; use 10 or more"
+    config.trainer.max_steps = 10
+    assert steps_misfits(tmp_path, config) == steps_misfits(tmp_path / "none", config) == []
 
 
 def test_a_checkpoint_that_cannot_be_read_is_left_to_the_workers(tmp_path: Path) -> None:
