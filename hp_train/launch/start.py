@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from hp_train.checkpoint.fit import checkpoint_changes
+from hp_train.checkpoint.fit import checkpoint_changes, steps_misfits
 from hp_train.checkpoint.size import disk_need
 from hp_train.compile.pass_config import build_pass_config_from_trainer_config
 from hp_train.config.paths import overrides_with_absolute_paths, pinned_paths, with_absolute_paths
@@ -61,7 +61,8 @@ def start_run(config: TrainerConfig, *, recipe: str, overrides: list[str], argv:
 def resume_run(run_dir: Path, config: TrainerConfig, *, overrides: list[str], argv: list[str]) -> int:
     """Go on with the run in `run_dir` under `config`, its own with changes, and return the exit code.
 
-    A run that has taken all of its steps says so and nothing is started. Raises ConfigError if it is in use.
+    A run that has taken all of its steps says so and nothing is started. Raises ConfigError if it is in use, or has come
+    further than `config` lets it.
     """
     run_dir = run_dir.absolute()
     config = with_absolute_paths(config)
@@ -70,6 +71,9 @@ def resume_run(run_dir: Path, config: TrainerConfig, *, overrides: list[str], ar
         print(f"run {run_dir} is finished: all {outcome.step} steps are taken")
         print(f"  go on with: {continue_command(run_dir, config, outcome)}")
         return int(ExitCode.DONE)
+    too_short = steps_misfits(run_dir / "checkpoints", config)
+    if too_short:
+        raise ConfigError(*too_short)
     plan = _plan(config)
     with own(run_dir) as ownership:
         attempt = ownership.attempt
