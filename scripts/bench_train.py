@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -33,26 +34,39 @@ from hp_train.training.run_context import RunContext
 from hp_train.training.setup import build_worker
 from hp_train.training.trainer import Trainer
 
-STEPS_A_ROUND = 20
-ROUNDS = 9
+STEPS = 100
+WARM_UP_STEPS = 5
 SETTINGS = {
     "model.dim": 192, "model.num_layers": 4, "model.num_heads": 6, "model.ffn_dim": 512, "trainer.seq_len": 128,
-    "trainer.global_batch_size": 8, "trainer.micro_batch_size": 4, "trainer.max_steps": STEPS_A_ROUND,
+    "trainer.global_batch_size": 8, "trainer.micro_batch_size": 4, "trainer.max_steps": STEPS,
     "trainer.loss_chunk_tokens": 0, "trainer.device": "cpu", "checkpoint.every": 0, "optimizer.lr": 1e-3, "fsdp.implementation": "torch",
 }  # fmt: skip
 
 
-class StepClock:
-    """Notes when the optimizer steps: what lies between two notes is a whole turn of either loop."""
+class Turns:
+    """Lets two loops take turns, one optimizer step each, and times every turn: what slows the machine slows both."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.times: list[float] = []
-        optimizer.register_step_post_hook(lambda *_: self.times.append(time.perf_counter()))
+    def __init__(self) -> None:
+        self._turn = (threading.Semaphore(1), threading.Semaphore(0))
+        self.times: tuple[list[float], list[float]] = ([], [])
 
-    def median_turn_s(self) -> float:
-        """Return the median time of a turn, the first few left out."""
-        turns = [end - start for start, end in zip(self.times, self.times[1:], strict=False)]
-        return statistics.median(turns[3:])
+    def join(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """Have the loop of `optimizer` be loop 0 or 1: its turn ends, and the other's begins, as it steps."""
+        self._turn[number].acquire()
+        started = time.perf_counter()
+
+        def end_turn(*_: object) -> None:
+            nonlocal started
+            self.times[number].append(time.perf_counter() - started)
+            self._turn[1 - number].release()
+            self._turn[number].acquire()
+            started = time.perf_counter()
+
+        optimizer.register_step_post_hook(end_turn)
+
+    def leave(self, number: int) -> None:
+        """Let the other loop end without waiting for this one."""
+        self._turn[1 - number].release()
 
 
 def make_config(world_size: int) -> TrainerConfig:
@@ -64,18 +78,17 @@ def make_config(world_size: int) -> TrainerConfig:
     return OmegaConf.to_object(config)
 
 
-def hp_train_turn_s(config: TrainerConfig, rank: int, world_size: int, folder: Path) -> float:
-    """Time the trainer's own loop."""
-    context = RunContext(folder, attempt=1, rank=rank, local_rank=rank, world_size=world_size)
-    folder.mkdir(parents=True, exist_ok=True)
-    worker = build_worker(config, context)
-    clock = StepClock(worker.optimizer)
-    Trainer(config, context, worker).run()
-    return clock.median_turn_s()
+def run_hp_train(config: TrainerConfig, rank: int, world_size: int, folder: Path, turns: Turns) -> None:
+    """Run the trainer's own loop."""
+    worker_context = RunContext(folder, attempt=1, rank=rank, local_rank=rank, world_size=world_size)
+    worker = build_worker(config, worker_context)
+    turns.join(0, worker.optimizer)
+    Trainer(config, worker_context, worker).run()
+    turns.leave(0)
 
 
-def bare_turn_s(config: TrainerConfig, rank: int, world_size: int) -> float:
-    """Time the shortest loop a person would write: the same model, engine, optimizer and data."""
+def run_bare(config: TrainerConfig, rank: int, world_size: int, turns: Turns) -> None:
+    """Run the shortest loop a person would write: the same model, engine, optimizer and data."""
     with torch.device("meta"):
         model = Llama(config.model)
     if world_size > 1:
@@ -87,7 +100,7 @@ def bare_turn_s(config: TrainerConfig, rank: int, world_size: int) -> float:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.optimizer.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
-    clock = StepClock(optimizer)
+    turns.join(1, optimizer)
     trainer = config.trainer
     source = open_data(
         config.data, seq_len=trainer.seq_len, seed=trainer.seed, split="train", vocab_size=config.model.vocab_size
@@ -105,18 +118,24 @@ def bare_turn_s(config: TrainerConfig, rank: int, world_size: int) -> float:
             (model(tokens, targets=targets) * (world_size / num_tokens)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return clock.median_turn_s()
+    turns.leave(1)
 
 
 def compare_throughput(rank: int, world_size: int, folder: str, port: int) -> None:
-    """Take turns, hp-train and bare; rank 0 prints."""
+    """Run both loops in turns, a step each; rank 0 prints."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     config = make_config(world_size)
-    ours, bare = [], []
-    for turn in range(ROUNDS):
-        ours.append(hp_train_turn_s(config, rank, world_size, Path(folder) / str(turn)))
-        bare.append(bare_turn_s(config, rank, world_size))
+    turns = Turns()
+    loops = [
+        threading.Thread(target=run_hp_train, args=(config, rank, world_size, Path(folder), turns)),
+        threading.Thread(target=run_bare, args=(config, rank, world_size, turns)),
+    ]
+    for loop in loops:
+        loop.start()
+    for loop in loops:
+        loop.join()
+    ours, bare = (times[WARM_UP_STEPS:] for times in turns.times)
     if rank == 0:
         tokens = config.trainer.global_batch_size * config.trainer.seq_len
         ratios = [theirs / own for own, theirs in zip(ours, bare, strict=True)]
@@ -124,7 +143,7 @@ def compare_throughput(rank: int, world_size: int, folder: str, port: int) -> No
         print(
             f"{label:15} hp-train {tokens / statistics.median(ours):8,.0f} tok/s   bare loop "
             f"{tokens / statistics.median(bare):8,.0f} tok/s   median ratio {statistics.median(ratios):.3f} "
-            f"(rounds {', '.join(f'{ratio:.3f}' for ratio in ratios)})",
+            f"(quartiles {', '.join(f'{ratio:.3f}' for ratio in statistics.quantiles(ratios))}; {len(ratios)} pairs)",
             flush=True,
         )
     dist.destroy_process_group()
