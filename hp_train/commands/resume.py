@@ -51,6 +51,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if found:
         raise ConfigError(*found)
     warn(job.config)
+    if job.config.launcher.name == "slurm":
+        from hp_train.commands.submit import start  # only runs that are submitted pay for it
+
+        return start(job, argv, run_dir)
     return resume_run(run_dir, job.config, overrides=args.overrides, argv=argv)
 
 

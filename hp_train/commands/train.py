@@ -25,15 +25,7 @@ _MACHINE_READS = ("accelerator.", "fsdp.", "model.", "launcher.", "optimizer.nam
 
 def run(jobs: Sequence[Composition], argv: list[str]) -> int:
     """Check all jobs, then run one after the other; return the worst exit code."""
-    found: list[str] = []
-    for job in jobs:
-        run_dir = run_to_go_on_with(job.config)
-        faults_of_job = job_faults(job, run_dir)
-        if run_dir is not None and not faults_of_job:
-            faults_of_job = checkpoint_misfits(run_dir / "checkpoints", job.config)
-        found.extend(_with_job(message, job, jobs) for message in faults_of_job)
-    if found:
-        raise ConfigError(*dict.fromkeys(found))
+    check(jobs)
     worst = 0
     for job in jobs:
         warn(job.config)
@@ -44,8 +36,25 @@ def run(jobs: Sequence[Composition], argv: list[str]) -> int:
     return worst
 
 
+def check(jobs: Sequence[Composition]) -> None:
+    """Raise ConfigError with all that is wrong with any of the jobs."""
+    found: list[str] = []
+    for job in jobs:
+        run_dir = run_to_go_on_with(job.config)
+        faults_of_job = job_faults(job, run_dir)
+        if run_dir is not None and not faults_of_job:
+            faults_of_job = checkpoint_misfits(run_dir / "checkpoints", job.config)
+        found.extend(_with_job(message, job, jobs) for message in faults_of_job)
+    if found:
+        raise ConfigError(*dict.fromkeys(found))
+
+
 def _start(job: Composition, argv: list[str]) -> int:
     run_dir = run_to_go_on_with(job.config)
+    if job.config.launcher.name == "slurm":
+        from hp_train.commands.submit import start  # only runs that are submitted pay for it
+
+        return start(job, argv, run_dir)
     if run_dir is not None:
         return resume_run(run_dir, job.config, overrides=list(job.overrides), argv=argv)
     return start_run(job.config, recipe=job.recipe or "", overrides=list(job.overrides), argv=argv)

@@ -22,6 +22,7 @@ from hp_train.launch.failures import DeadWorker
 from hp_train.launch.lifeline import STOP_SIGNALS
 
 KILL_AFTER_S = 5
+_EXIT_BARRIER_S = 30.0  # for the other nodes' workers to end, once this node's have ended well
 
 
 class RunAgent(LocalElasticAgent):
@@ -44,7 +45,7 @@ class RunAgent(LocalElasticAgent):
         status 0 had come to its end.
         """
         assert spec.max_restarts == 0, "the launcher restarts, not the agent"
-        super().__init__(spec, logs_specs)
+        super().__init__(spec, logs_specs, exit_barrier_timeout=_EXIT_BARRIER_S)
         self._on_failure = on_failure
         self._on_start = on_start
         self._must_end = must_end

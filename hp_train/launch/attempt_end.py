@@ -54,6 +54,7 @@ class AttemptRecord:
     notes: dict[int, Note | None] = field(default_factory=dict)  # rank -> what it did when the first was found dead
     standings: list[Standing] = field(default_factory=list)  # of all ranks, when the watchdog found them hanging
     stood_still_s: float = 0.0
+    lost_node: str = ""  # whose launcher did not tell how its share of the attempt ended
     superseded: str = ""  # why nothing may be written any more
     memory_kills: int = field(default_factory=count_memory_kills)
 
@@ -71,6 +72,12 @@ class AttemptRecord:
             return AttemptEnd(outcome, (f"hp-train: {message}",))
         if self.standings:
             return self._judge_failures([hang_failure(self.standings, self.stood_still_s, self.sizes)])
+        if self.lost_node:
+            message = f"{self.lost_node} is lost: its launcher told nothing of the end of the attempt"
+            outcome = self._outcome(
+                Cause.LOST_NODE, int(ExitCode.FAILED), last_step, message=message, node=self.lost_node
+            )
+            return AttemptEnd(outcome, (f"hp-train: {message}",))
         if self.dead:
             failures = collect_failures(self.run_dir, self.attempt, self.sizes, self.dead, self.notes)
             return self._judge_failures(failures)

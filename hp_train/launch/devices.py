@@ -1,13 +1,19 @@
 """How many processes a run takes on this machine, on which device, and what stands against that. No torch.
 
+A run that is submitted to a cluster is planned twice: at submission from the config alone, and on each node (`plan_node`).
+
 The mesh asks for a number of processes; with `fsdp.dp_shard_size=-1` it takes the visible GPUs. GPUs are never passed
 over in silence: a run that could have used them and does not says why.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import socket
 from dataclasses import dataclass
 
+from hp_train.config.rules_mesh import processes_asked
 from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ConfigError
 from hp_train.launch.nvidia import Devices, torch_obstacle, visible_devices
@@ -19,17 +25,18 @@ SMALL_MODEL_PARAMETERS = 50_000_000  # a model that a laptop trains in minutes: 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """The processes of a run on this machine. With faults, the other fields mean nothing."""
+    """The processes of a run on each of its machines. With faults, the other fields mean nothing."""
 
-    device: str  # cpu or cuda
+    device: str  # cpu or cuda; auto where it is left to the nodes of a cluster
     sizes: MeshSizes
     lines: tuple[str, ...] = ()  # what the person should know
     faults: tuple[str, ...] = ()
+    num_nodes: int = 1
 
     @property
     def num_processes(self) -> int:
-        """Return processes to start here."""
-        return self.sizes.world_size
+        """Return processes to start on one machine."""
+        return self.sizes.world_size // self.num_nodes
 
 
 def mesh_sizes(config: TrainerConfig, world_size: int) -> MeshSizes:
@@ -59,7 +66,14 @@ def _sizes_with(config: TrainerConfig, dp_shard: int) -> MeshSizes:
 
 
 def plan_processes(config: TrainerConfig, devices: Devices | None = None) -> ProcessPlan:
-    """Return what this machine will run for `config`, which has passed the rules that need no machine."""
+    """Return what this machine will run for `config`, which has passed the rules that need no machine.
+
+    Of a run that is to be submitted, what the cluster will run: no device of this machine counts then.
+    """
+    if config.launcher.name != "local":
+        asked = processes_asked(config)
+        sizes = _sizes_with(config, config.fsdp.dp_shard_size) if asked is None else mesh_sizes(config, asked)
+        return ProcessPlan(config.trainer.device, sizes, num_nodes=config.launcher.nodes)
     devices = visible_devices() if devices is None else devices
     asked = _processes_asked(config)
     if config.trainer.device == "cpu":
@@ -82,6 +96,32 @@ def plan_processes(config: TrainerConfig, devices: Devices | None = None) -> Pro
     if obstacle is not None:
         return _refused(obstacle)
     return ProcessPlan("cuda", mesh_sizes(config, asked), (_using(asked, devices),))
+
+
+def plan_node(config: TrainerConfig, devices: Devices | None = None) -> ProcessPlan:
+    """Return what this node of a cluster will run, as one of the `launcher.nodes` of the job.
+
+    The scheduler may show fewer GPUs than the node has; those that it shows count.
+    """
+    devices = visible_devices() if devices is None else devices
+    plan = plan_processes(config)
+    each, nodes = plan.num_processes, plan.num_nodes
+    where = f"{nodes} nodes x {each} processes"
+    on_cpu = dataclasses.replace(plan, device="cpu", lines=(f"using the CPU, {where}",))
+    if config.trainer.device == "cpu":
+        return on_cpu
+    shown = f"{socket.gethostname()} shows {devices.visible} of its {devices.total} GPUs to this job"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown += f" (CUDA_VISIBLE_DEVICES={hidden})" if hidden is not None else ""
+    if devices.visible >= each:
+        obstacle = torch_obstacle(devices.visible)
+        return _refused(obstacle) if obstacle else dataclasses.replace(plan, device="cuda", lines=(f"using {where}, a GPU each",))
+    if devices.visible == 0 and config.trainer.device == "auto" and num_parameters(config.model) < SMALL_MODEL_PARAMETERS:
+        return on_cpu
+    return _refused(
+        f"{shown}, and the run takes {each} on each node; see launcher.gpu_request={config.launcher.gpu_request} and "
+        f"launcher.nproc_per_node={config.launcher.nproc_per_node}, or train on CPUs with trainer.device=cpu"
+    )
 
 
 def _processes_asked(config: TrainerConfig) -> int | None:

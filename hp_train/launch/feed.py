@@ -39,6 +39,28 @@ class Display(Protocol):
         """Show a line of text."""
 
 
+class NoDisplay:
+    """Shows nothing: on nodes where nobody looks."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Nothing was taken."""
+
+    def open_attempt(self, history: History) -> None:
+        """Leave it to the first node."""
+
+    def step(self, history: History) -> None:
+        """Leave it to the first node."""
+
+    def tick(self) -> None:
+        """Nothing moves."""
+
+    def line(self, text: str) -> None:
+        """Leave it to the first node."""
+
+
 class Feed:
     """Follows one attempt while its `with` block runs; on leaving, what is still unread is shown."""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hp_train.training.run_context import StopRequest
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the last: a scheduler's warning
 LAUNCHER_PID = "HP_TRAIN_LAUNCHER_PID"  # set for workers by the launcher
 _PR_SET_PDEATHSIG = 1
 # Not SIGHUP: the kernel sends it while the launcher is still dying, when getppid() does not tell yet.

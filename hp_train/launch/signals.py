@@ -1,6 +1,6 @@
 """What the launcher does when it is asked to stop: tell the workers, wait for them to save, give up only when told to.
 
-The first signal is passed on and the run ends as its workers end it: SIGINT 130, SIGTERM and SIGHUP 75. More of
+The first signal is passed on and the run ends as its workers end it: SIGINT 130, SIGTERM, SIGHUP and SIGUSR1 75. More of
 SIGTERM change nothing (schedulers send it twice, and to every process); SIGINT after the first signal kills. No torch.
 """
 
@@ -50,6 +50,8 @@ class StopSignals:
         """Return what a run is said to have ended of that was stopped with everything saved."""
         if self.requested == signal.SIGTERM and job_id():
             return Cause.PREEMPTED  # so a scheduler asks for its machines; a person would cancel the job
+        if self.requested == signal.SIGUSR1 and job_id():
+            return Cause.TIME_LIMIT  # the warning that the job's script passes on, or our own look at the clock
         return Cause.STOPPED
 
     @contextlib.contextmanager

@@ -9,6 +9,7 @@ import dataclasses
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hp_train.checkpoint.fit import checkpoint_changes, steps_misfits
 from hp_train.checkpoint.size import disk_need
@@ -33,6 +34,9 @@ from hp_train.launch.signals import StopSignals
 from hp_train.launch.summary import continue_command, summarize
 from hp_train.topology import BatchPlan
 
+if TYPE_CHECKING:  # it imports torch
+    from hp_train.launch.nodes import NodeGroup
+
 
 def machine_faults(config: TrainerConfig, run_dir: Path | None = None) -> list[str]:
     """Return all that stands against `config` on this machine: run directory, disk, devices. Nothing is created.
@@ -47,15 +51,27 @@ def machine_faults(config: TrainerConfig, run_dir: Path | None = None) -> list[s
 def start_run(config: TrainerConfig, *, recipe: str, overrides: list[str], argv: list[str]) -> int:
     """Start a new run of a config that has passed all checks and return the exit code."""
     plan = _plan(config)
-    started_with = _overrides_yaml(recipe, overrides, config)
-    config = with_absolute_paths(config)
-    run_dir = create_run_dir(config, recipe)
+    absolute = with_absolute_paths(config)
+    run_dir = create_run_dir(absolute, recipe)
     with own(run_dir) as ownership:
-        config_path = run_dir / "config.yaml"
-        write_text(config_path, _to_yaml(config))
-        write_text(run_dir / "overrides.yaml", started_with)
-        write_json(run_dir / "capsule.json", describe_circumstances(argv, recipe))
-        return _launch(run_dir, config_path, config, plan, ownership)
+        config_path = write_run_files(run_dir, config, recipe=recipe, overrides=overrides, argv=argv)
+        return _launch(run_dir, config_path, absolute, plan, ownership)
+
+
+def write_run_files(
+    run_dir: Path, config: TrainerConfig, *, recipe: str, overrides: list[str], argv: list[str], submission: int = 1
+) -> Path:
+    """Write what a run is made of into its directory and return the path of the config for its workers.
+
+    submission: above 1, a further job of a run that goes on; what the run began with stays.
+    """
+    infix = "" if submission == 1 else f".submission_{submission}"
+    config_path = run_dir / f"config{infix}.yaml"
+    write_text(config_path, _to_yaml(with_absolute_paths(config)))
+    if submission == 1:
+        write_text(run_dir / "overrides.yaml", _overrides_yaml(recipe, overrides, config))
+    write_json(run_dir / f"capsule{infix}.json", {**describe_circumstances(argv, recipe), "overrides": overrides})
+    return config_path
 
 
 def resume_run(run_dir: Path, config: TrainerConfig, *, overrides: list[str], argv: list[str]) -> int:
@@ -95,6 +111,23 @@ def _plan(config: TrainerConfig) -> ProcessPlan:
 def _launch(
     run_dir: Path, config_path: Path, config: TrainerConfig, plan: ProcessPlan, ownership: Ownership
 ) -> int:
+    with StopSignals().installed() as stop:
+        return run_attempts(run_dir, config_path, config, plan, ownership, stop)
+
+
+def run_attempts(
+    run_dir: Path,
+    config_path: Path,
+    config: TrainerConfig,
+    plan: ProcessPlan,
+    ownership: Ownership,
+    stop: StopSignals,
+    group: NodeGroup | None = None,
+) -> int:
+    """Run the workers to their end, show them, say how it went and return the exit code.
+
+    `group` is the launchers of all nodes, of which this one leads, where there are several.
+    """
     trainer = config.trainer
     batch = BatchPlan(trainer.global_batch_size, plan.sizes.dp_size, trainer.micro_batch_size, trainer.seq_len)
     pass_config = build_pass_config_from_trainer_config(config)
@@ -103,10 +136,9 @@ def _launch(
     changes = [f"changed: {change}" for change in checkpoint_changes(checkpoints, config)]
     disk = disk_need(config, checkpoints).describe(free_bytes(run_dir))
     _say(batch.describe(), *plan.lines, disk, f"run directory {run_dir}", *changes)
-    with StopSignals().installed() as stop:
-        from hp_train.launch.local import launch  # torch is loaded here, when nothing is left to refuse
+    from hp_train.launch.local import launch  # torch is loaded here, when nothing is left to refuse
 
-        end = launch(run_dir, config_path, config, plan, _choose_display(config), stop, ownership)
+    end = launch(run_dir, config_path, config, plan, _choose_display(config), stop, ownership, group)
     _say(*summarize(run_dir, config, end.outcome))
     if end.report:
         print(*end.report, sep="\n", file=sys.stderr, flush=True)

@@ -1,0 +1,95 @@
+"""`hp-train submit recipe=NAME launcher.nodes=N ...`: check as `train` does, write job.sbatch, hand it to SLURM. No torch.
+
+A plain run with launcher=slurm comes here too. --dry-run (or --print) writes the script to stdout and does nothing else.
+Inside an allocation (`salloc`) the run starts now, over all its nodes, with the live view.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hp_train.config.compose import Composition, examine, run_hydra
+from hp_train.config.override_check import check_request
+from hp_train.config.rules_slurm import array_tasks
+from hp_train.config.search_path import search_path
+from hp_train.errors import ConfigError
+from hp_train.launch import slurm_tools
+from hp_train.launch.submit import Submission, print_script, submit_again, submit_runs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="recipe=NAME and what differs from it")
+    parser.add_argument("--dry-run", "--print", action="store_true", help="write the job script to stdout, nothing else")
+    parser.add_argument("--multirun", "-m", action="store_true", help="one job for each combination of values key=a,b")
+    parser.add_argument("--config-dir", metavar="DIR", help="a folder with recipes and options of your own")
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Compose and check as `train` does, then submit. Raises ConfigError."""
+    from hp_train.commands.train import check, run_to_go_on_with, warn
+
+    path = search_path(args.config_dir)
+    request = check_request(args.overrides, path, multirun=args.multirun)
+    if "launcher" not in request.files.choices:  # neither typed nor chosen by the recipe
+        request = check_request([*args.overrides, "launcher=slurm"], path, multirun=args.multirun)
+    jobs = run_hydra(["--multirun"] if args.multirun else [], request)
+    if any(job.config.launcher.name == "local" for job in jobs):
+        raise ConfigError("submit needs a launcher that submits, and launcher.name=local does not; use launcher=slurm")
+    check(jobs)
+    for job in jobs:
+        warn(job.config)
+        code = start(job, argv, run_to_go_on_with(job.config), script_only=args.dry_run)
+        if code:
+            return code
+    return 0
+
+
+def start(job: Composition, argv: list[str], run_dir: Path | None = None, *, script_only: bool = False) -> int:
+    """Submit a job that has passed all checks, to go on in `run_dir` if it is given; return the exit code.
+
+    Raises ConfigError if SLURM refuses it.
+    """
+    runs = _runs_of(job, argv) if run_dir is None else [Submission(job.config, job.recipe or "", list(job.overrides))]
+    if script_only:
+        print_script(runs[0], run_dir)
+        return 0
+    missing = slurm_tools.missing_tools()
+    if missing is not None:
+        raise ConfigError(missing)
+    if slurm_tools.in_allocation():
+        from hp_train.launch.allocation import run_here
+
+        return run_here(runs[0], argv, run_dir)
+    if run_dir is None:
+        submit_runs(runs, argv)
+    else:
+        submit_again(runs[0], run_dir, argv)
+    return 0
+
+
+def _runs_of(job: Composition, argv: list[str]) -> list[Submission]:
+    """Return the run of a job, or those of its array: each composed with $SLURM_ARRAY_TASK_ID as its task has it."""
+    if job.config.launcher.array is None:
+        return [Submission(job.config, job.recipe or "", list(job.overrides))]
+    runs = []
+    for task in array_tasks(job.config.launcher.array):
+        os.environ["SLURM_ARRAY_TASK_ID"] = str(task)
+        composed = examine(job.overrides, _config_dir(argv))
+        if composed.faults:
+            raise ConfigError(*(f"{message} (task {task} of launcher.array)" for message in composed.messages))
+        runs.append(Submission(composed.config, job.recipe or "", list(job.overrides), task))
+    del os.environ["SLURM_ARRAY_TASK_ID"]
+    return runs
+
+
+def _config_dir(argv: Sequence[str]) -> str | None:
+    """Return what --config-dir was given."""
+    for position, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name in ("--config-dir", "-cd"):
+            return value if equals else argv[position + 1]
+    return None
