@@ -1,10 +1,11 @@
 """What saving costs: the pause of training and the loss of throughput, in the background, at once, and not at all.
 
-    python scripts/bench_save.py [--processes 2] [--steps 40] [--every 10] [--dim 512]
+    python scripts/bench_save.py [--processes 2] [--steps 36] [--every 10] [--dim 512]
 
 Trains the same model three times with the real trainer, on GPUs where there are any, else on the CPU, and prints a
-table. The pause is the time that training stands still for a save; throughput counts everything from the first step
-after the warm-up to the last, with the wait for the last save.
+table. The pause is the time that training stands still for a save; throughput counts everything from the end of the
+warm-up to the beginning of the last step. With `--steps` a few above a multiple of `--every`, what the last save still
+writes in the background is counted too, and the save at the end of the run, which is made at once in any way, is not.
 """
 
 from __future__ import annotations
@@ -58,28 +59,24 @@ def run(rank: int, args: argparse.Namespace, way: str, folder: Path) -> None:
     context = RunContext(folder / "run", attempt=1, rank=rank, local_rank=rank, world_size=args.processes)
     config = make_config(args, way)
     worker = build_worker(config, context)
-    pauses, ends = [], []
-    save, settle = CheckpointSession.save, CheckpointSession.settle
+    pauses: list[float] = []
+    save = CheckpointSession.save
 
     def timed_save(session: CheckpointSession, step: int, *more: object, must_succeed: bool) -> None:
-        if step == args.steps:  # the end saves at once in any way
-            must_succeed = False
         started = time.perf_counter()
         save(session, step, *more, must_succeed=must_succeed)
-        pauses.append(time.perf_counter() - started)
+        if step < args.steps:
+            pauses.append(time.perf_counter() - started)
 
-    def timed_settle(session: CheckpointSession) -> None:
-        settle(session)
-        ends.append(time.perf_counter())
-
-    CheckpointSession.save, CheckpointSession.settle = timed_save, timed_settle
+    CheckpointSession.save = timed_save
     starts: list[float] = []
     worker.optimizer.register_step_pre_hook(lambda *_: starts.append(time.perf_counter()))
     Trainer(config, context, worker).run()
     if rank == 0:
-        tokens = (args.steps - WARM_UP) * worker.batch_plan.tokens_per_step
+        tokens = (len(starts) - 1 - WARM_UP) * worker.batch_plan.tokens_per_step
         sizes = [path.stat().st_size for path in (folder / "run/checkpoints").glob("step_*/*")]
-        figures = {"pauses": pauses, "tokens_per_second": tokens / (ends[-1] - starts[WARM_UP - 1]), "bytes": sum(sizes)}
+        rate = tokens / (starts[-1] - starts[WARM_UP])
+        figures = {"pauses": pauses, "tokens_per_second": rate, "bytes": sum(sizes)}
         (folder / "figures.json").write_text(json.dumps(figures))
     dist.destroy_process_group()
 
@@ -87,7 +84,7 @@ def run(rank: int, args: argparse.Namespace, way: str, folder: Path) -> None:
 def main() -> None:
     """Measure the three ways, each `--repeats` times in turn, and print the best of each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("processes", 2), ("steps", 40), ("every", 10), ("dim", 512), ("layers", 4), ("repeats", 2)):
+    for name, default in (("processes", 2), ("steps", 36), ("every", 10), ("dim", 512), ("layers", 4), ("repeats", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: the temporary folder")
