@@ -8,8 +8,15 @@ from __future__ import annotations
 VERB_GROUPS = {
     "Train": {
         "train": "compose a config and train (the verb may be left out)",
-        "resume": "go on with a run: RUN_DIR [key=value ...]",
+        "resume": "go on with a run: resume RUN_DIR [key=value ...] (RUN_DIR: a path, last, or the end of an id)",
+        "rerun": "start a new run from an old one's config: rerun RUN_DIR [key=value ...]",
         "submit": "train in a SLURM job: submit recipe=NAME launcher.nodes=N [key=value ...] [--dry-run]",
+    },
+    "Look": {
+        "runs": "list the runs with their state, step, loss and age",
+        "compare": "what differs in two configs, and where the losses first differ: compare RUN RUN",
+        "report": "write one web page on a run that opens without a network: report RUN_DIR",
+        "doctor": "try what training needs on this machine",
     },
     "Prepare": {
         "recipes": "list the recipes with their size and the processes they need",
@@ -18,6 +25,7 @@ VERB_GROUPS = {
         "schedule": "list, show, draw and prove pipeline schedules",
         "data": "prepare text for training: data prepare INPUT... --out DIR",
         "help": "one group of settings, one key, or one verb: help fsdp",
+        "completion": "the script that completes by the tab key: completion bash|zsh|fish",
     },
     "Use": {
         "sample": "let a run's model go on with a text: sample RUN_DIR --prompt TEXT",
@@ -30,5 +38,5 @@ VERB_GROUPS = {
 VERBS = {verb: line for group in VERB_GROUPS.values() for verb, line in group.items()}
 """Verb -> one line."""
 
-WITH_ARGV = ("resume", "submit")
+WITH_ARGV = ("resume", "rerun", "submit")
 """Verbs whose `run` takes the command line as well, to record it in the run that they start."""

@@ -192,17 +192,12 @@ FILES = [
     ),
     case("not a mapping", "recipe=mine", ("recipes/mine.yaml:1: not a mapping",), files=own_recipe("- a\n")),
     case(
-        "no header",
+        "another header",
         "recipe=mine",
-        ("recipes/mine.yaml:1", "@package _global_"),
-        files={"recipes/mine.yaml": "trainer:\n  seed: 1\n"},
+        ("recipes/mine.yaml: `# @package trainer` has no effect in a recipe", "`# @package _global_`"),
+        files={"recipes/mine.yaml": "# @package trainer\nseed: 1\n"},
     ),
-    case(
-        "empty file",
-        "recipe=mine",
-        ("recipes/mine.yaml is empty", "`# @package _global_`"),
-        files={"recipes/mine.yaml": ""},
-    ),
+    case("empty file", "recipe=mine", ("recipes/mine.yaml is empty",), files={"recipes/mine.yaml": ""}),
     case(
         "keys",
         "recipe=mine",
@@ -359,8 +354,8 @@ RULES = [
     case("missing data", "data=tokens data.path=nowhere", ("nowhere",)),
     case("empty data", "data=tokens data.path=empty", ("empty",), prepare=lambda folder: (folder / "empty").mkdir()),
     case("tokenizer", "data.tokenizer=bpe.json", ("data.tokenizer=bpe.json",)),
-    case("W&B", "metrics.wandb=true", ("metrics.wandb=true is not supported yet",)),
-    case("profiler", "metrics.profile_steps=[3]", ("metrics.profile_steps=[3] is not supported yet",)),
+    case("W&B", "metrics.wandb=true", ("metrics.wandb=true needs the package wandb", "hp-train[wandb]")),
+    case("profiler", "metrics.profile_steps=[0]", ("metrics.profile_steps=[0] is out of bounds",)),
     case(
         "rope scaling",
         "model.rope_scaling={low_freq_factor:4,high_freq_factor:1}",

@@ -6,9 +6,11 @@ import argparse
 
 from hp_train.config.rules_mesh import known_mesh
 from hp_train.config.schema import TrainerConfig
-from hp_train.config.search_path import RECIPE_GROUP, description_of, is_recipe, search_path
+from hp_train.config.search_path import RECIPE_GROUP, SearchPath, description_of, search_path, ships, shown
 from hp_train.errors import ConfigError
 from hp_train.models.shapes import num_parameters
+
+_NOT_OURS = ("data.",)  # data that is brought along is not there yet, which is no fault of a recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,26 +19,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table of recipes."""
+    """Print the table of recipes; of a broken one, in which file it is and why."""
     path = search_path(args.config_dir)
     rows = [("recipe", "parameters", "processes", "")]
-    for name, file in path.options_of(RECIPE_GROUP).items():
-        if is_recipe(file):
-            rows.append((name, *_describe(name, args.config_dir), description_of(file)))
+    rows.extend(_row(name, path) for name in path.options_of(RECIPE_GROUP))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:
         print(f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip())
     return 0
 
 
-def _describe(name: str, config_dir: str | None) -> tuple[str, str]:
-    from hp_train.config.compose import examine
+def _row(name: str, path: SearchPath) -> tuple[str, str, str, str]:
+    from hp_train.config.compose import compose_request
+    from hp_train.config.override_check import check_request
+    from hp_train.config.validate import check_config
 
+    file = path.options_of(RECIPE_GROUP)[name]
     try:
-        config = examine([f"recipe={name}"], config_dir).config
-    except ConfigError:
-        return "broken", "-"  # choosing it says what is wrong
-    return f"{num_parameters(config.model):,}", _processes(config)
+        request = check_request([f"{RECIPE_GROUP}={name}"], path)
+        config = compose_request(request).config
+        faults = [fault.message for fault in [*request.all_faults, *check_config(config, _NOT_OURS)]]
+    except ConfigError as error:
+        faults = list(error.messages)
+    if faults:
+        place = "" if shown(file) in faults[0] else f"{shown(file)}: "
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        return name, "broken", "-", f"{place}{faults[0]}{more}"
+    where = "" if ships(file) else f" ({shown(file)})"
+    return name, f"{num_parameters(config.model):,}", _processes(config), f"{description_of(file)}{where}".strip()
 
 
 def _processes(config: TrainerConfig) -> str:

@@ -28,7 +28,7 @@ def run(jobs: Sequence[Composition], argv: list[str]) -> int:
     check(jobs)
     worst = 0
     for job in jobs:
-        warn(job.config)
+        warn(job.config, job.notes)
         code = _start(job, argv)
         worst = max(worst, code)
         if code in (ExitCode.INTERRUPTED, ExitCode.REQUEUE):
@@ -129,9 +129,9 @@ def _pipeline_faults(config: TrainerConfig) -> list[str]:
     return []
 
 
-def warn(config: TrainerConfig) -> None:
-    """Tell which settings have no effect in this run, and what is likely a mistake."""
-    found = warnings(config)
+def warn(config: TrainerConfig, notes: Sequence[str] = ()) -> None:
+    """Tell `notes`, which settings have no effect in this run, and what is likely a mistake."""
+    found = [*notes, *warnings(config)]
     if config.model.pretrained is not None:
         from hp_train.pretrained.fit import tokenizer_warnings
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,8 +33,8 @@ from hp_train.config.key_check import check_value, is_interpolation
 from hp_train.config.override_check import Request, check_request
 from hp_train.config.paths import expand_home
 from hp_train.config.schema import TrainerConfig
-from hp_train.config.schema_tree import GROUPS, LEAVES, SECTIONS, Leaf, misfit, spell, value_at
-from hp_train.config.search_path import CONFIGS, SearchPath, search_path
+from hp_train.config.schema_tree import GROUPS, LEAVES, OPTIONAL_SECTIONS, SECTIONS, Leaf, misfit, spell, value_at
+from hp_train.config.search_path import CONFIGS, SearchPath, name_of, search_path
 from hp_train.config.typed_value import Unreadable, read_value
 from hp_train.config.yaml_text import read as read_yaml
 from hp_train.errors import ConfigError
@@ -52,6 +52,7 @@ class Composition:
     recipe: str | None
     overrides: tuple[str, ...]  # as typed; composing them again gives the same config
     faults: tuple[Fault, ...] = field(default=())
+    notes: tuple[str, ...] = ()  # warnings about the files that it is composed from
 
     @property
     def messages(self) -> list[str]:
@@ -77,7 +78,11 @@ def compose(overrides: Sequence[str] = (), config_dir: str | None = None) -> Com
 
 def examine(overrides: Sequence[str], config_dir: str | None = None) -> Composition:
     """As `compose`, but return the faults with what could be composed. Raises ConfigError when nothing could."""
-    request = check_request(overrides, search_path(config_dir))
+    return compose_request(check_request(overrides, search_path(config_dir)))
+
+
+def compose_request(request: Request) -> Composition:
+    """As `examine`, for a request that has been checked already."""
     _refuse_unreadable(request)
     _prepare(request)
     return finish(_compose_one(request), request)
@@ -117,8 +122,9 @@ def run_hydra(flags: Sequence[str], request: Request, *, strict: bool = False) -
         hydra = HydraConfig.get()
         composition = finish(config, request)
         if is_multirun:  # in Hydra's grammar; what it quotes means the same to us
-            overrides = tuple(OmegaConf.to_container(hydra.overrides.task, resolve=False))
-            composition = replace(composition, recipe=hydra.runtime.choices.get("recipe"), overrides=overrides)
+            overrides = tuple(map(request.typed_again, OmegaConf.to_container(hydra.overrides.task, resolve=False)))
+            recipe = hydra.runtime.choices.get("recipe")
+            composition = replace(composition, recipe=recipe and name_of(recipe), overrides=overrides)
         composed.append(composition)
 
     entry = hydra_main(config_path=str(CONFIGS), config_name=_PRIMARY, version_base=_VERSION_BASE)(collect)
@@ -150,15 +156,17 @@ def _place_for_the_sweep(flags: Sequence[str], request: Request) -> Iterator[lis
 
 
 def _refuse_unreadable(request: Request) -> None:
-    """Stop where the recipe or an option is not known: nothing after it can be judged."""
-    if not request.files.readable or any(EVERYTHING in fault.unknown for fault in request.all_faults):
-        raise ConfigError(*(fault.message for fault in request.all_faults))
+    """Stop where the recipe or an option is not known: only what was typed can be judged then."""
+    if request.files.readable and not any(EVERYTHING in fault.unknown for fault in request.all_faults):
+        return
+    tree = _with_arguments(OmegaConf.structured(TrainerConfig), request)
+    raise ConfigError(*finish(tree, request, known={argument.key for argument in request.arguments}).messages)
 
 
 def _prepare(request: Request) -> None:
     ConfigStore.instance().store(name="hp_train_schema", node=TrainerConfig)
     OmegaConf.register_new_resolver("hp_train_help", _help_part, replace=True)
-    sources.activate(request.path, request.files.unusable, request.sections_touched, request.mappings_given)
+    sources.activate(request.path, request.files, request.sections_touched, request.mappings_given)
 
 
 def _help_part(name: str) -> str:
@@ -167,8 +175,14 @@ def _help_part(name: str) -> str:
     return part(name)
 
 
-def finish(composed: DictConfig, request: Request, *, is_saved: bool = False) -> Composition:
-    """Resolve and check a composed config; `is_saved` says that its values are those of a run, with changes."""
+def finish(
+    composed: DictConfig, request: Request, *, is_saved: bool = False, known: Collection[str] | None = None
+) -> Composition:
+    """Resolve and check a composed config.
+
+    is_saved: whether its values are those of a run, with changes.
+    known: the keys whose values are to be judged, where files that set others could not be read; all if None.
+    """
     from hp_train.config.validate import check_config  # not needed to print a config: --cfg starts faster
 
     faults = list(request.all_faults)
@@ -183,9 +197,11 @@ def finish(composed: DictConfig, request: Request, *, is_saved: bool = False) ->
     _normalize(config)
     faults.extend(_adopt_pretrained(config, request, is_saved=is_saved))
     unknown = [key for fault in faults for key in fault.unknown]
+    if known is not None:
+        unknown = [*(key for key in unknown if key != EVERYTHING), *(key for key in LEAVES if key not in known)]
     faults.extend(check_config(config, unknown))
-    overrides = tuple(request.overrides)
-    return Composition(config, request.recipe, overrides, tuple(faults))
+    recipe = None if request.recipe is None else name_of(request.recipe)
+    return Composition(config, recipe, tuple(request.overrides), tuple(faults), tuple(request.files.notes))
 
 
 def change(saved: Path, overrides: Sequence[str], recipe: str | None = None) -> Composition:
@@ -202,14 +218,21 @@ def change(saved: Path, overrides: Sequence[str], recipe: str | None = None) -> 
         if found:
             raise ConfigError(*(f"{saved}: {fault.message}" for fault in found))
         tree = OmegaConf.merge(OmegaConf.structured(TrainerConfig), written)
-        for section in request.sections_touched:
-            if OmegaConf.select(tree, section) is None:
-                OmegaConf.update(tree, section, SECTIONS[section]())
-        for argument in request.arguments:
-            OmegaConf.update(tree, argument.key, argument.value, merge=argument.adds)
+        tree = _with_arguments(tree, request)
     except (OSError, AttributeError, *_HYDRA_ERRORS) as error:
         raise ConfigError(f"{saved} cannot be used: {one_line(error)}") from error
     return finish(tree, request, is_saved=True)
+
+
+def _with_arguments(tree: DictConfig, request: Request) -> DictConfig:
+    """Return `tree` with the values of the arguments in their places."""
+    for section in request.sections_touched:
+        if OmegaConf.select(tree, section) is None:
+            OmegaConf.update(tree, section, SECTIONS[section]())
+    for argument in request.arguments:
+        if argument.key in (*LEAVES, *OPTIONAL_SECTIONS) and not argument.is_sweep:
+            OmegaConf.update(tree, argument.key, argument.value, merge=argument.adds)
+    return tree
 
 
 def _refuse_incomplete(saved: Path, written: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hp_train.config.argument import Argument, Unreadable, read_argument
@@ -15,7 +16,8 @@ from hp_train.config.faults import EVERYTHING, Fault
 from hp_train.config.key_check import a_key_of, check_value, is_interpolation
 from hp_train.config.near_match import did_you_mean, nearest
 from hp_train.config.schema_tree import GROUPS, LEAVES, OPTIONAL_SECTIONS, SECTIONS, spell
-from hp_train.config.search_path import RECIPE_GROUP, SearchPath
+from hp_train.config.search_path import RECIPE_GROUP, SearchPath, is_path
+from hp_train.config.typed_value import unquoted
 from hp_train.config.yaml_check import FileCheck, check_files, unknown_option
 
 _HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.verbose")
@@ -36,6 +38,13 @@ class Request:
     def overrides(self) -> list[str]:
         """Return the arguments as typed, without `+`."""
         return [argument.typed for argument in self.arguments]
+
+    def typed_again(self, override: str) -> str:
+        """Return an override of one job, in Hydra's grammar, with a recipe's path in the place of its alias."""
+        key, _, value = override.partition("=")
+        if key != RECIPE_GROUP:
+            return override
+        return f"{key}={self.path.typed_for(unquoted(value) or value)}"
 
     @property
     def for_hydra(self) -> list[str]:
@@ -77,17 +86,25 @@ def check_request(arguments: Sequence[str], path: SearchPath, *, multirun: bool 
         found = list(_check(argument, path, multirun))
         request.faults.extend(found)
         if not found:
-            _keep(argument, kept)
+            _keep(_with_files(argument, path), kept)
     request.arguments = list(kept.values())
-    choices = {
-        argument.key: argument.value
-        for argument in request.arguments
-        if argument.key in (*GROUPS, RECIPE_GROUP) and not argument.is_sweep
-    }
-    request.recipe = choices.pop(RECIPE_GROUP, None)
-    request.choices = choices
-    request.files = check_files(request.recipe, request.choices, path)
+    options = {argument.key: argument for argument in request.arguments if argument.key in (*GROUPS, RECIPE_GROUP)}
+    request.choices = {key: argument.value for key, argument in options.items() if not argument.is_sweep}
+    request.recipe = request.choices.pop(RECIPE_GROUP, None)
+    recipes = options[RECIPE_GROUP].values if RECIPE_GROUP in options else (None,)
+    for recipe in recipes:
+        request.files.add(check_files(recipe, request.choices, path))
     return request
+
+
+def _with_files(argument: Argument, path: SearchPath) -> Argument:
+    """Return an argument `recipe=PATH` with the file's alias, typed so that it means this file from any folder."""
+    if argument.key != RECIPE_GROUP or not any(isinstance(value, str) and is_path(value) for value in argument.values):
+        return argument
+    values = [
+        path.alias_of(Path(value).expanduser().absolute()) if is_path(value) else value for value in argument.values
+    ]
+    return Argument(f"{RECIPE_GROUP}={','.join(map(path.typed_for, values))}", RECIPE_GROUP, tuple(values))
 
 
 def _keep(argument: Argument, kept: dict[tuple[str, ...], Argument]) -> None:
@@ -195,8 +212,13 @@ def _check_option(group: str, option: Any, path: SearchPath) -> Iterator[Fault]:
         yield Fault(f"{group} is empty{choices}", unknown)
     elif is_interpolation(option):
         yield Fault(f"{group}={text}: an option is given by its name{choices}", unknown)
-    elif "/" in text or "\\" in text or text.startswith("."):
-        yield Fault(f"{group}={text} is a path; give a name{choices}", unknown)
+    elif group == RECIPE_GROUP and is_path(text):
+        if not Path(text).expanduser().is_file():
+            here = [] if set(text) & set("/~") else [nearest(text.rpartition(".")[0], options)]
+            yield Fault(f"{group}={text}: there is no such file{did_you_mean(here)}", unknown)
+    elif "/" in text or "\\" in text or text.startswith((".", "~")):
+        form = ", or the path of a .yaml file" if group == RECIPE_GROUP else ""
+        yield Fault(f"{group}={text} is a path; give a name{form}{choices}", unknown)
     elif not options:
         yield Fault(f"{group}={text}: this group has no options{choices}", unknown)
     elif text not in options:

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hp_train.config.schema_tree import GROUPS
 from hp_train.config.search_path import RECIPE_GROUP, SearchPath
+from hp_train.config.yaml_check import FileCheck
 from hp_train.config.yaml_text import read as read_yaml
 
 _SCHEME = "hp-train"
@@ -24,19 +25,18 @@ _active: SearchPath = SearchPath()
 _unusable: dict[Path, set[str]] = {}
 _present: set[str] = set()
 _given: set[str] = set()
+_bases: dict[Path, dict[str, str]] = {}
 
 
-def activate(
-    path: SearchPath, unusable: dict[Path, set[str]], present: set[str], given: set[str] = frozenset()
-) -> None:
+def activate(path: SearchPath, files: FileCheck, present: set[str], given: set[str]) -> None:
     """Let Hydra look in `path` from now on.
 
-    unusable: file -> dotted keys that are left out of it.
+    files: what was found in them: keys to leave out, and the files that recipes build on.
     present: dotted groups inside a group that are made where an option leaves them null, since keys of them follow.
     given: mappings that the command line gives whole: what any file says of them is left out.
     """
-    global _active, _unusable, _present, _given
-    _active, _unusable, _present, _given = path, unusable, present, given
+    global _active, _unusable, _present, _given, _bases
+    _active, _unusable, _bases, _present, _given = path, files.unusable, files.bases, present, given
     for plugin in (HpTrainConfigSource, HpTrainSearchPath):
         Plugins.instance().register(plugin)
 
@@ -61,7 +61,7 @@ class HpTrainConfigSource(ConfigSource):
         group, slash, name = config_path.removesuffix(".yaml").partition("/")
         if not slash or group not in (*GROUPS, RECIPE_GROUP):
             return None
-        return _active.options_of(group).get(name)
+        return _active.file_of(group, name)
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the content of a file with its header."""
@@ -79,6 +79,9 @@ class HpTrainConfigSource(ConfigSource):
             if config_path.startswith(f"{owner}/") and config.get(name) is None:
                 config[name] = {}
         header = ConfigSource._get_header_dict(text)
+        if config_path.startswith(f"{RECIPE_GROUP}/"):
+            header["package"] = "_global_"
+            _name_bases(config, _bases.get(file, {}))
         return ConfigResult(config=config, path=str(file), provider=self.provider, header=header)
 
     def available(self) -> bool:
@@ -98,6 +101,13 @@ class HpTrainConfigSource(ConfigSource):
         if config_path == "":
             return [] if results_filter == ObjectType.CONFIG else [*GROUPS, RECIPE_GROUP]
         return [] if results_filter == ObjectType.GROUP else list(_active.options_of(config_path))
+
+
+def _name_bases(config: DictConfig, aliases: dict[str, str]) -> None:
+    """Write aliases for the recipes that a recipe builds on, and put its overrides last, as Hydra wants them."""
+    entries = [aliases.get(entry, entry) if isinstance(entry, str) else entry for entry in config.get("defaults") or []]
+    if entries:
+        config["defaults"] = sorted(entries, key=lambda entry: not isinstance(entry, str))
 
 
 def _leave_out(config: DictConfig, key: str) -> None:

@@ -19,7 +19,14 @@ from hp_train.config.faults import EVERYTHING, Fault
 from hp_train.config.key_check import check_value
 from hp_train.config.near_match import did_you_mean, nearest
 from hp_train.config.schema_tree import GROUPS, SECTIONS
-from hp_train.config.search_path import CONFIGS, RECIPE_GROUP, RECIPE_PACKAGE, RECIPES, SearchPath, is_recipe, shown
+from hp_train.config.search_path import (
+    RECIPE_GROUP,
+    RECIPE_PACKAGE,
+    SearchPath,
+    package_of,
+    ships,
+    shown,
+)
 from hp_train.config.yaml_text import parse
 
 _DEFAULTS_FORMS = "a recipe's name, _self_, or `override /GROUP: OPTION`"
@@ -32,18 +39,32 @@ class FileCheck:
     faults: list[Fault] = field(default_factory=list)
     choices: dict[str, str] = field(default_factory=dict)
     unusable: dict[Path, set[str]] = field(default_factory=dict)  # file -> dotted keys in it
+    bases: dict[Path, dict[str, str]] = field(default_factory=dict)  # file -> base as written -> its alias
+    notes: list[str] = field(default_factory=list)  # what is likely meant, and yet worth a word
     readable: bool = True  # whether Hydra can compose from these files at all
+
+    def add(self, other: FileCheck) -> None:
+        """Take in what was found for another recipe."""
+        self.faults.extend(fault for fault in other.faults if fault not in self.faults)
+        self.notes.extend(note for note in other.notes if note not in self.notes)
+        self.choices.update(other.choices)
+        self.unusable.update(other.unusable)
+        self.bases.update(other.bases)
+        self.readable = self.readable and other.readable
 
 
 def check_files(recipe: str | None, choices: dict[str, str], path: SearchPath) -> FileCheck:
     """Check `recipe` and the group options that it and the command line (`choices`) select."""
     check = FileCheck()
     if recipe is not None:
-        _follow_recipe(recipe, path, check, ())
+        file = path.file_of(RECIPE_GROUP, recipe)
+        assert file is not None, f"recipe {recipe} has been looked up before"
+        _follow_recipe(file, path, check, ())
     check.choices.update(choices)
     for group, option in check.choices.items():
         file = path.options_of(group).get(option)
-        if file is not None and not _ships(file):
+        if file is not None and not ships(file):
+            _note_if_hiding(group, file, path, check)
             _check_group_file(group, file, check)
     return check
 
@@ -57,63 +78,92 @@ def unknown_option(group: str, option: str, path: SearchPath, place: str = "") -
     return Fault(f"{place}{group}={option} is no {kind}{near}; use {', '.join(options)}", (unknown,))
 
 
-def _ships(file: Path) -> bool:
-    return any(file.resolve().is_relative_to(folder.resolve()) for folder in (CONFIGS, RECIPES))
+def _note_if_hiding(group: str, file: Path, path: SearchPath, check: FileCheck) -> None:
+    hidden = path.hidden_by(group, file)
+    if hidden is not None and ships(hidden) and path.file_of(group, file.stem) == file:
+        check.notes.append(f"{group}={file.stem} is {shown(file)}, not the one that ships with hp-train")
 
 
-def _follow_recipe(name: str, path: SearchPath, check: FileCheck, followed: tuple[str, ...]) -> None:
-    file = path.options_of(RECIPE_GROUP)[name]
-    if name in followed:
-        _stop(check, f"{shown(file)}: recipe {name} builds on itself ({' -> '.join((*followed, name))})")
+def _follow_recipe(file: Path, path: SearchPath, check: FileCheck, followed: tuple[Path, ...]) -> None:
+    if file in followed:
+        circle = " -> ".join(other.stem for other in (*followed, file))
+        _stop(check, f"{shown(file)}: recipe {file.stem} builds on itself ({circle})")
         return
+    if not ships(file):
+        _note_if_hiding(RECIPE_GROUP, file, path, check)
     document = _parse(file, check)
     if document is None:
-        if check.readable and not is_recipe(file):
-            _stop(check, f"{shown(file)} is empty; a recipe starts with the line `# {RECIPE_PACKAGE}`, its keys follow")
+        if check.readable:
+            _stop(check, f"{shown(file)} is empty; a recipe sets keys, or names what it builds on under defaults")
         return
     root, values = document
-    if not is_recipe(file):
-        _stop(check, f"{shown(file)}:1: a recipe starts with the line `# {RECIPE_PACKAGE}`")
+    package = package_of(file)
+    if package not in (None, RECIPE_PACKAGE):
+        _stop(check, f"{shown(file)}: `# {package}` has no effect in a recipe; write `# {RECIPE_PACKAGE}`, or nothing")
         return
     for key, node in _entries(root):
         if key == "defaults":
-            _check_defaults(file, node, path, check, (*followed, name))
-    if not _ships(file):
+            _check_defaults(file, node, path, check, (*followed, file))
+    if not ships(file):
         _check_keys(file, root, values, "", "", check)
 
 
 def _check_defaults(
-    file: Path, node: yaml.Node, path: SearchPath, check: FileCheck, followed: tuple[str, ...]
+    file: Path, node: yaml.Node, path: SearchPath, check: FileCheck, followed: tuple[Path, ...]
 ) -> None:
     place = f"{shown(file)}:{node.start_mark.line + 1}: "
     if not isinstance(node, yaml.SequenceNode):
         _stop(check, f"{place}defaults is not a list; its entries are {_DEFAULTS_FORMS}")
         return
+    bases = []
     for entry in node.value:
         place = f"{shown(file)}:{entry.start_mark.line + 1}: "
-        if isinstance(entry, yaml.ScalarNode):
-            if entry.value == "_self_":
-                continue
-            if entry.value in path.options_of(RECIPE_GROUP):
-                _follow_recipe(entry.value, path, check, followed)
-            else:
-                check.faults.append(unknown_option(RECIPE_GROUP, entry.value, path, place))
-                check.readable = False
-            continue
-        words = _override_of(entry)
-        if words is None:
-            _stop(check, f"{place}this entry of defaults is not {_DEFAULTS_FORMS}")
-        elif words[0] not in GROUPS:
-            near = did_you_mean([nearest(words[0], GROUPS)])
-            _stop(check, f"{place}override /{words[0]}: no such group{near}; use {', '.join(GROUPS)}")
-        elif words[1] not in path.options_of(words[0]):
-            check.faults.append(unknown_option(words[0], words[1], path, place))
+        if not isinstance(entry, yaml.ScalarNode):
+            _check_override(entry, place, path, check)
+        elif entry.value != "_self_":
+            bases.append(entry)
+    for entry in bases:  # after what this file chooses, which beats what they choose
+        base = base_of(file, entry.value, path)
+        if base is None:
+            place = f"{shown(file)}:{entry.start_mark.line + 1}: "
+            check.faults.append(unknown_option(RECIPE_GROUP, entry.value, path, place))
             check.readable = False
-        else:
-            check.choices[words[0]] = words[1]
+            continue
+        if base != path.options_of(RECIPE_GROUP).get(entry.value):
+            check.bases.setdefault(file, {})[entry.value] = path.alias_of(base)
+        _follow_recipe(base, path, check, followed)
 
 
-def _override_of(entry: yaml.Node) -> tuple[str, str] | None:
+def _check_override(entry: yaml.Node, place: str, path: SearchPath, check: FileCheck) -> None:
+    """Check an entry of defaults that chooses an option of a group, and note the choice."""
+    words = override_of(entry)
+    if words is None:
+        _stop(check, f"{place}this entry of defaults is not {_DEFAULTS_FORMS}")
+    elif words[0] not in GROUPS:
+        near = did_you_mean([nearest(words[0], GROUPS)])
+        _stop(check, f"{place}override /{words[0]}: no such group{near}; use {', '.join(GROUPS)}")
+    elif words[1] not in path.options_of(words[0]):
+        check.faults.append(unknown_option(words[0], words[1], path, place))
+        check.readable = False
+    else:
+        check.choices.setdefault(words[0], words[1])
+
+
+def base_of(file: Path, name: str, path: SearchPath) -> Path | None:
+    """Return the recipe that `name` in the defaults of `file` means: one beside a file that was given by its path, too.
+
+    Under its own name a recipe means the one that it hides.
+    """
+    if name == file.stem:
+        return path.hidden_by(RECIPE_GROUP, file) or file
+    found = path.options_of(RECIPE_GROUP).get(name)
+    beside = file.parent / f"{name}.yaml"
+    if found is None and name == Path(name).name and beside.is_file() and not ships(file):
+        return beside
+    return found
+
+
+def override_of(entry: yaml.Node) -> tuple[str, str] | None:
     """Return group and option of an entry `override /GROUP: OPTION`."""
     if not isinstance(entry, yaml.MappingNode) or len(entry.value) != 1:
         return None
