@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 
-from hp_train.commands.verb_parser import VerbParser, command_module, parser_of
+from hp_train.commands.verb_parser import command_module, parser_of, train_parser
 from hp_train.errors import ConfigError, ExitCode, HpTrainError
 from hp_train.verbs import VERBS, WITH_ARGV
 
@@ -67,14 +67,10 @@ def _train(arguments: list[str], argv: list[str]) -> int:
         print(overview(search_path(options.config_dir)))
         return 0
     from hp_train.config import compose
-    from hp_train.config.override_check import Request, check_request
+    from hp_train.config.override_check import check_request
     from hp_train.config.search_path import search_path
 
     path = search_path(options.config_dir)
-    if options.shell_completion:
-        _complete_verbs()
-        compose.run_hydra(["--shell-completion", *options.overrides], Request(path))
-        return 0
     request = check_request(options.overrides, path, multirun=options.multirun)
     flags = _flags_for_hydra(options)
     prints_only = bool(flags) and flags != ["--multirun"]
@@ -84,17 +80,7 @@ def _train(arguments: list[str], argv: list[str]) -> int:
 
 def _parse_options(arguments: list[str]) -> argparse.Namespace:
     """Parse Hydra's options, of which those that would replace our config or unpickle a file are not offered."""
-    parser = VerbParser(prog="hp-train", add_help=False, allow_abbrev=False, usage="hp-train --help")
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--version", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-    parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("--package", "-p")
-    parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("--info", "-i", choices=("config", "defaults", "defaults-tree", "searchpath"))
-    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    parser = train_parser()
     options, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
@@ -120,20 +106,6 @@ def _flags_for_hydra(options: argparse.Namespace) -> list[str]:
     flags += ["--info", options.info] if options.info else []
     flags += ["--multirun"] if options.multirun else []
     return flags
-
-
-def _complete_verbs() -> None:
-    """Complete the first word to a verb, and take a whole verb off the line before Hydra completes what follows."""
-    words = os.environ.get("COMP_LINE", "").split()
-    at_new_word = os.environ.get("COMP_LINE", "").endswith(" ")
-    if len(words) == 1 or (len(words) == 2 and not at_new_word):
-        typed = words[1] if len(words) == 2 else ""
-        print(*(verb for verb in VERBS if verb.startswith(typed)))
-        return
-    num_words = {"train": 1, "resume": 2}.get(words[1] if words else "", 0)
-    if num_words:
-        rest = words[1 + num_words :]
-        os.environ["COMP_LINE"] = " ".join([words[0], *rest]) + (" " if at_new_word or not rest else "")
 
 
 if __name__ == "__main__":

@@ -102,28 +102,6 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
     assert done.stdout.startswith("Usage: hp-train")
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("hp-train re", {"resume", "recipes"}),
-        ("hp-train recipe=llama_h", {"recipe=llama_hsdp"}),
-        ("hp-train train recipe=llama_h", {"recipe=llama_hsdp"}),
-        ("hp-train fsdp=", {"fsdp=fsdp", "fsdp=ddp", "fsdp=hsdp"}),
-        ("hp-train resume some/run trainer.max_st", {"trainer.max_steps="}),
-        ("hp-train recipe=llama_pp accelerator.pp", {"accelerator.pp_size="}),
-    ],
-)
-def test_completion(tmp_path: Path, line: str, offered: set[str]) -> None:
-    done = hp_train("-sc", "query=bash", cwd=tmp_path, env={"COMP_LINE": line, "COMP_POINT": str(len(line))})
-    assert (done.code, done.stderr) == (0, "")
-    assert offered <= set(done.stdout.split())
-
-
-def test_completion_installs(tmp_path: Path) -> None:
-    done = hp_train("-sc", "install=bash", cwd=tmp_path)
-    assert done.code == 0 and "complete -o nospace" in done.stdout
-
-
 # --- what is started, without starting it --------------------------------------------------------------------------
 
 

@@ -39,3 +39,20 @@ def parser_of(verb: str) -> VerbParser:
     parser = VerbParser(prog=f"hp-train {verb}", description=about)
     module.add_arguments(parser)
     return parser
+
+
+def train_parser() -> VerbParser:
+    """Return the parser of `hp-train [train]`: Hydra's options but those that would replace our config or unpickle files."""
+    parser = VerbParser(prog="hp-train", add_help=False, allow_abbrev=False, usage="hp-train --help")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--help", "-h", action="store_true", help="verbs, options and groups")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"), help="print the config instead of training")
+    parser.add_argument("--resolve", action="store_true", help="with --cfg: the values of interpolations")
+    parser.add_argument("--package", "-p", metavar="GROUP", help="with --cfg: one group of the config")
+    parser.add_argument("--multirun", "-m", action="store_true", help="a run for each combination of key=a,b")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with recipes and options of your own")
+    parser.add_argument(
+        "--info", "-i", choices=("config", "defaults", "defaults-tree", "searchpath"), help="how the config comes about"
+    )
+    return parser

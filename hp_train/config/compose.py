@@ -33,7 +33,7 @@ from hp_train.config.key_check import check_value, is_interpolation
 from hp_train.config.override_check import Request, check_request
 from hp_train.config.paths import expand_home
 from hp_train.config.schema import TrainerConfig
-from hp_train.config.schema_tree import GROUPS, LEAVES, OPTIONAL_SECTIONS, SECTIONS, Leaf, misfit, spell, value_at
+from hp_train.config.schema_tree import GROUPS, LEAVES, OPTIONAL_SECTIONS, SECTIONS, Leaf, config_class, misfit, spell, value_at
 from hp_train.config.search_path import CONFIGS, SearchPath, name_of, search_path
 from hp_train.config.typed_value import Unreadable, read_value
 from hp_train.config.yaml_text import read as read_yaml
@@ -159,20 +159,13 @@ def _refuse_unreadable(request: Request) -> None:
     """Stop where the recipe or an option is not known: only what was typed can be judged then."""
     if request.files.readable and not any(EVERYTHING in fault.unknown for fault in request.all_faults):
         return
-    tree = _with_arguments(OmegaConf.structured(TrainerConfig), request)
+    tree = _with_arguments(OmegaConf.structured(config_class()), request)
     raise ConfigError(*finish(tree, request, known={argument.key for argument in request.arguments}).messages)
 
 
 def _prepare(request: Request) -> None:
-    ConfigStore.instance().store(name="hp_train_schema", node=TrainerConfig)
-    OmegaConf.register_new_resolver("hp_train_help", _help_part, replace=True)
+    ConfigStore.instance().store(name="hp_train_schema", node=config_class())
     sources.activate(request.path, request.files, request.sections_touched, request.mappings_given)
-
-
-def _help_part(name: str) -> str:
-    from hp_train.config.help_text import part  # only --help pays for it
-
-    return part(name)
 
 
 def finish(
@@ -217,7 +210,7 @@ def change(saved: Path, overrides: Sequence[str], recipe: str | None = None) -> 
         found = [fault for name, value in OmegaConf.to_container(written).items() for fault in check_value(name, value)]
         if found:
             raise ConfigError(*(f"{saved}: {fault.message}" for fault in found))
-        tree = OmegaConf.merge(OmegaConf.structured(TrainerConfig), written)
+        tree = OmegaConf.merge(OmegaConf.structured(config_class()), written)
         tree = _with_arguments(tree, request)
     except (OSError, AttributeError, *_HYDRA_ERRORS) as error:
         raise ConfigError(f"{saved} cannot be used: {one_line(error)}") from error
