@@ -21,6 +21,7 @@ FLOORS = [
     {"parallel", "config", "pretrained", "generation"},
     {"training", "planning"},
     {"launch"},
+    {"reports"},
     {"commands"},
     {"cli"},
 ]

@@ -63,7 +63,7 @@ def changed(run_dir: Path, overrides: list[str], config_dir: str | None = None) 
 
     Raises ConfigError when nothing could be composed.
     """
-    recipe, first, paths = _started_with(run_dir / "overrides.yaml")
+    recipe, first, paths = started_with(run_dir / "overrides.yaml")
     if any(is_group_override(override) for override in overrides):
         return examine([*first, *still_pinned(paths, overrides), *overrides], config_dir)
     return change(run_dir / "config.yaml", overrides, recipe)
@@ -87,7 +87,7 @@ def _elsewhere(run_dir: Path, config: TrainerConfig, overrides: list[str]) -> It
             yield f"{key}={value} has no effect: the run goes on in {run_dir}; leave it out"
 
 
-def _started_with(path: Path) -> tuple[str | None, list[str], list[str]]:
+def started_with(path: Path) -> tuple[str | None, list[str], list[str]]:
     """Return the recipe and the overrides that a run was started with, and those for paths that its files named."""
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
