@@ -24,6 +24,7 @@ FILES = (
     "progress.json",
     "model-rank_00000.safetensors",
     "optimizer-rank_00000.safetensors",
+    "rng-rank_00000.safetensors",
 )
 
 

@@ -25,7 +25,8 @@ def tiny_state(seed: int, *, steps: int = 1, progress: dict | None = None) -> Ch
         for parameter in parameters.values():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
         optimizer.step()
-    return CheckpointState(parameters, optimizer, {}, progress or {})
+    generators = {"rng.rank_00000.torch": torch.arange(40, dtype=torch.uint8)}
+    return CheckpointState(parameters, optimizer, {}, progress or {}, generators)
 
 
 def tensors_of(state: CheckpointState) -> dict[str, torch.Tensor]:
