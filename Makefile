@@ -1,11 +1,13 @@
 # make demo   train a small Llama on Shakespeare, four processes, CPU or GPUs
 # make test   the test suite
-# PY=python3.12 picks another interpreter.
+# PY=python3.12 picks another interpreter; TORCH_INDEX=URL takes torch from another package index, such as that of CPU
+# builds (https://download.pytorch.org/whl/cpu). What is installed stays: a second call installs nothing.
 
 PY ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export OMP_NUM_THREADS ?= 1
 
@@ -18,11 +20,15 @@ test: $(STAMP)-dev
 demo: $(STAMP)-run
 	$(BIN)/hp-train recipe=llama_fsdp_pp
 
+DOWNLOAD = To download: torch, about 200 MB in a CPU build and 3 GB in a CUDA build (what Linux gets unless TORCH_INDEX \
+names an index of CPU builds); everything else, about 60 MB. It takes 1.2 GB of disk (CPU) or 7 GB (CUDA) in $(VENV).
+
 # torch goes first and alone: with it in place, pip resolves the rest without a second copy.
 $(STAMP)-run: pyproject.toml constraints.txt
 	$(PY) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else f"hp-train needs Python 3.11 to 3.13, not {v[0]}.{v[1]}: make PY=python3.12 ...")'
 	test -x $(BIN)/python || $(PY) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt torch
+	@$(BIN)/python -c 'import torch' 2>/dev/null || echo "$(DOWNLOAD)"
+	$(BIN)/python -m pip install -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e .
 	$(BIN)/python -m compileall -q hp_train  # pip compiles what it copies, not an editable install
 	touch $@

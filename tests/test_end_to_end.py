@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from hp_train.training.metrics import MetricsRow
 
 HP_TRAIN = Path(sys.executable).with_name("hp-train")
 SMALL = [
@@ -32,7 +35,8 @@ def rows(run_dir: Path) -> list[dict]:
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of 12 steps that nothing disturbs, started in another folder whose name has a space."""
     folder = tmp_path_factory.mktemp("a folder")
-    done = command(*SMALL, "trainer.run_dir=straight", "trainer.max_steps=12", cwd=folder)
+    words = ("trainer.run_dir=straight", "trainer.max_steps=12", "metrics.profile_steps=[2]")
+    done = command(*SMALL, *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "straight", done.stdout + done.stderr
 
@@ -47,6 +51,16 @@ def test_a_run_prints_what_it_does(straight: tuple[Path, str]) -> None:
     losses = [row["loss"] for row in rows(run_dir)]
     assert losses[-1] < losses[0]
     assert (run_dir / "config.yaml").exists() and (run_dir / "pass_config.json").exists()
+
+
+def test_a_run_records_every_figure_and_the_steps_to_profile(straight: tuple[Path, str]) -> None:
+    run_dir, _ = straight
+    recorded = rows(run_dir)
+    assert all(list(row) == [field.name for field in dataclasses.fields(MetricsRow)] for row in recorded)
+    assert all(0 < row["compute_min_s"] <= row["compute_max_s"] and row["slowest_rank"] in range(4) for row in recorded)
+    traced = sorted(path.name for path in (run_dir / "profile" / "step_00000002").glob("*.trace.json.gz"))
+    assert traced == ["rank_0.trace.json.gz", "rank_2.trace.json.gz"], "one data-parallel rank of each stage"
+    assert json.loads((run_dir / "logs" / "attempt_1" / "attempt.json").read_text())["peak_flops"] is None
 
 
 def test_a_run_stopped_by_sigterm_goes_on_as_if_it_had_not_been(straight: tuple[Path, str], tmp_path: Path) -> None:

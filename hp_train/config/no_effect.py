@@ -54,6 +54,8 @@ def _idle_in_mesh(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]
 def _idle_in_loop(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     if config.trainer.eval_every == 0:
         yield ("trainer.eval_batches", "data.val_path"), "trainer.eval_every=0 never evaluates"
+    if not config.metrics.wandb:
+        yield ("metrics.wandb_project",), "metrics.wandb=false"
     if config.optimizer.name == "sgd":
         yield ("optimizer.betas", "optimizer.eps"), "optimizer=sgd has no moments"
     if config.lr_scheduler.name == "constant":
@@ -89,3 +91,6 @@ def _never_reached(config: TrainerConfig) -> Iterator[str]:
             f"lr_scheduler.name={scheduler.name} has no effect: lr_scheduler.warmup_steps={scheduler.warmup_steps} "
             f"does not end before trainer.max_steps={max_steps}"
         )
+    late = [step for step in config.metrics.profile_steps if step > max_steps]
+    if late:
+        yield f"metrics.profile_steps={spell(late)} has no effect: the run ends at trainer.max_steps={max_steps}"

@@ -265,9 +265,12 @@ class MetricsSection:
     tensorboard: bool = False
     """Write TensorBoard event files into the run directory. Boolean; default false."""
     wandb: bool = False
-    """Weights & Biases; not supported yet. Boolean; default false."""
+    """Send the figures to Weights & Biases, offline with $WANDB_MODE=offline. Boolean; default false."""
+    wandb_project: str = "hp-train"
+    """Project that the run appears in at Weights & Biases. Text; default hp-train."""
     profile_steps: List[int] = number([], 1, MAX_COUNT)
-    """Steps to profile; not supported yet. List of integers, steps; default []; 1 to 1e+09."""
+    """Optimizer steps that torch's profiler and the memory recorder write into the run's folder profile/. List of
+    integers, steps; default []; 1 to 1e+09."""
 
 
 @dataclass

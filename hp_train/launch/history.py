@@ -32,6 +32,13 @@ class AttemptFacts:
     max_steps: int
     tokens_per_step: int
     resumed_from: str | None = None  # name of the checkpoint
+    precision: str = ""
+    peak_flops: float | None = None  # of one device in this precision; None where it is not known, nor then the MFU
+
+    @property
+    def lacks_mfu(self) -> bool:
+        """Say whether one would look for an MFU and there is none; on the CPU nobody does."""
+        return self.device == "cuda" and self.peak_flops is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,8 @@ class StepRow:
     data_wait_s: float | None = None
     mfu: float | None = None
     peak_memory_bytes: int | None = None
+    compute_min_s: float | None = None  # of the fastest rank
+    compute_max_s: float | None = None  # of the slowest
 
 
 def _pick(kind: type, values: dict[str, Any]) -> Any:
@@ -90,9 +99,9 @@ class History:
                 self.losses = self.losses[::2]
 
     def remaining_s(self) -> float | None:
-        """Return the estimated seconds to the last step; None when nothing is known."""
+        """Return the estimated seconds to the last step; None when nothing is known, or nothing remains."""
         times = [row.step_time_s for row in self.recent if row.step_time_s is not None]
-        if not times or self.facts is None or self.last is None:
+        if not times or self.facts is None or self.last is None or self.last.step >= self.facts.max_steps:
             return None
         return (self.facts.max_steps - self.last.step) * sum(times) / len(times)
 

@@ -39,6 +39,8 @@ class PlainLog:
             f"{units.count_text(facts.num_parameters)} parameters on {facts.mesh} ({device}{memory}); "
             f"steps {facts.first_step} to {facts.max_steps}"
         )
+        if facts.lacks_mfu:
+            self.line(f"MFU unknown: no peak is on record for {device} in {facts.precision}")
 
     def step(self, history: History) -> None:
         """Take in the newest step; prints at multiples of log_every, at evaluations and at the end."""

@@ -106,7 +106,14 @@ def _progress(history: History, facts: AttemptFacts, width: int) -> Table:
     right = f"{step / facts.max_steps:.0%}"
     if remaining_s is not None:
         right += f" eta {units.duration_text(remaining_s)}"
-    bar = ProgressBar(total=facts.max_steps, completed=step, width=max(8, width - len(left) - len(right) - 2))
+    bar = ProgressBar(
+        total=facts.max_steps,
+        completed=step,
+        width=max(8, width - len(left) - len(right) - 2),
+        style="bright_black",  # rich's own colours for a bar vanish on a light terminal
+        complete_style="green",
+        finished_style="green",
+    )
     grid = Table.grid(padding=(0, 1, 0, 0))
     grid.add_row(Text(left, style="bold"), bar, Text(right))
     return grid
@@ -119,7 +126,7 @@ def _loss_line(history: History, width: int, loss_means_nothing: bool) -> Text:
     text.append(f"{history.losses[-1]:.3f}", style="bold")
     if history.val_loss is not None:
         text.append("  val ").append(f"{history.val_loss:.3f}", style="bold")
-    text.append("  ").append(sparkline(history.losses, max(8, width - len(text) - 2)), style="cyan")
+    text.append("  ").append(sparkline(history.losses, max(8, width - len(text) - 2)))
     return text
 
 
@@ -168,6 +175,6 @@ def _speed_figures(rows: list[StepRow], facts: AttemptFacts) -> list[tuple[str, 
     if step_time_s:
         figures.append(("speed", speed_text(facts.tokens_per_step / step_time_s, facts)))
         figures.append(("time", units.step_time_text(step_time_s)))
-    if mfu is not None:
-        figures.append(("mfu", f"{mfu:.0%}"))
+    if mfu is not None or facts.lacks_mfu:
+        figures.append(("mfu", "unknown" if mfu is None else f"{mfu:.0%}"))
     return figures

@@ -95,7 +95,8 @@ def _speed_tiles(rows: list[StepRow], facts: AttemptFacts) -> Iterator[tuple[str
     mine = [row for row in rows if row.step >= facts.first_step]
     step_time_s = mean(row.step_time_s for row in mine[1:] or mine)
     if step_time_s:
-        yield speed_text(facts.tokens_per_step / step_time_s, facts), "speed, mean of the last attempt"
+        speed, _, each = speed_text(facts.tokens_per_step / step_time_s, facts).partition(" (")
+        yield speed, f"mean of the last attempt{', ' if each else ''}{each.rstrip(')')}"
     mfu = mean(row.mfu for row in mine[1:] or mine)
     yield (_UNKNOWN if mfu is None else f"{mfu:.1%}"), f"MFU ({facts.device_name or facts.device})"
     peaks = [row.peak_memory_bytes for row in mine if row.peak_memory_bytes]

@@ -1,4 +1,4 @@
-"""One row of figures an optimizer step, and where rows go: metrics.jsonl always, TensorBoard on request.
+"""One row of figures an optimizer step, and where rows go: metrics.jsonl always, TensorBoard and W&B on request.
 
 Rows hold every key of `MetricsRow`, null where a figure is absent; floats in full precision. Only rank 0 writes.
 """
@@ -13,23 +13,9 @@ from pathlib import Path
 
 import torch
 
+from hp_train.config.schema import TrainerConfig
 from hp_train.training.row_file import RowFile
-
-# Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets, by a part of the device's name; first match counts.
-PEAK_BF16_FLOPS = (
-    ("B200", 2.25e15),
-    ("H200", 9.89e14),
-    ("H100 PCIe", 7.56e14),
-    ("H100 NVL", 8.35e14),
-    ("H100", 9.89e14),
-    ("A100", 3.12e14),
-    ("L40S", 3.62e14),
-    ("L4", 1.21e14),
-    ("A10", 1.25e14),
-    ("RTX 4090", 1.65e14),
-    ("V100", 1.25e14),
-)
-
+from hp_train.training.wandb_sink import WandbSink
 
 @dataclass(frozen=True, slots=True)
 class MetricsRow:
@@ -48,15 +34,19 @@ class MetricsRow:
     mfu: float | None  # model FLOPs over the device's peak; None where the peak is unknown
     peak_memory_bytes: int  # the largest of any rank since the start
     attempt: int  # that took the step
+    compute_min_s: float  # what the fastest rank computed in this step; see `stragglers.ComputeClock`
+    compute_max_s: float  # what the slowest rank computed
+    slowest_rank: int
 
 
 class MetricsWriter:
     """Appends rows to `metrics.jsonl` in the run directory, each in one write so that a reader sees whole lines."""
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool) -> None:
+    def __init__(self, run_dir: Path, config: TrainerConfig) -> None:
         self._file = RowFile(run_dir / "metrics.jsonl")
         self._board = None
-        if tensorboard:
+        self._wandb = WandbSink(run_dir, config) if config.metrics.wandb else None
+        if config.metrics.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # an optional extra; validation has checked for it
 
             self._board = SummaryWriter(log_dir=str(run_dir / "tensorboard"))
@@ -69,6 +59,8 @@ class MetricsWriter:
             for name, value in figures.items():
                 if name != "step" and value is not None:
                     self._board.add_scalar(name, value, row.step)
+        if self._wandb is not None:
+            self._wandb.write(figures)
 
     def sync(self) -> None:
         """Bring the rows to the disk; before a checkpoint, which must not be newer than they are."""
@@ -79,6 +71,8 @@ class MetricsWriter:
         self._file.close()
         if self._board is not None:
             self._board.close()
+        if self._wandb is not None:
+            self._wandb.close()
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -96,8 +90,3 @@ def device_name(device: torch.device) -> str:
 def device_memory_bytes(device: torch.device) -> int | None:
     """Return the memory of the accelerator; None on the CPU, whose memory is shared."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-
-
-def peak_flops(name: str) -> float | None:
-    """Return the dense bf16 peak of a device in FLOP/s; None if it is not known."""
-    return next((peak for part, peak in PEAK_BF16_FLOPS if part in name), None)

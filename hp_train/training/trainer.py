@@ -26,12 +26,14 @@ from hp_train.parallel.mesh import MeshContext
 from hp_train.training import metrics
 from hp_train.training.checkpointing import CheckpointSession
 from hp_train.topology import coordinates_of
+from hp_train.training.device_peaks import peak_flops
 from hp_train.training.evaluate import Evaluator
 from hp_train.training.grad_norm import clip_factor, owned_square_sum, scale_gradients
 from hp_train.training.health import check_health
 from hp_train.training.lr_schedule import learning_rate
 from hp_train.training.metrics import MetricsRow, MetricsWriter
 from hp_train.training.row_file import say
+from hp_train.training.profile import StepProfiler
 from hp_train.training.run_context import Phase, RunContext, TrainOutcome
 from hp_train.training.setup import Worker, build_worker
 from hp_train.training.step import PipelineEngine
@@ -50,6 +52,7 @@ class Agreement:
     stop_signal: int  # 0, or the signal that some rank received
     save_is_due: bool
     bad_dp_ranks: tuple[int, ...]  # data-parallel ranks whose loss is not finite
+    compute_s: tuple[float, ...]  # what each rank computed in this step
 
     @property
     def loss(self) -> float:
@@ -76,8 +79,13 @@ class Trainer:
         self.worker = worker
         self.mesh: MeshContext = worker.mesh
         self.is_reporter = context.rank == 0
-        self.peak_flops = (
-            metrics.peak_flops(metrics.device_name(self.mesh.device)) if worker.precision == "bf16" else None
+        self.peak_flops = peak_flops(metrics.device_name(self.mesh.device)) if worker.precision == "bf16" else None
+        self.profiler = StepProfiler(
+            config.metrics.profile_steps,
+            context.run_dir / "profile",
+            context.rank,
+            self.mesh.device,
+            records=self.mesh.dp_rank == 0,
         )
         self.tokens_seen = 0
         self.compute_clock = ComputeClock(self.mesh.device)
@@ -99,11 +107,7 @@ class Trainer:
         self._meet_peers()
         if self.is_reporter:
             self._describe_attempt(done, checkpoints)
-        writer = (
-            MetricsWriter(self.context.run_dir, tensorboard=self.config.metrics.tensorboard)
-            if self.is_reporter
-            else None
-        )
+        writer = MetricsWriter(self.context.run_dir, self.config) if self.is_reporter else None
         loader = Loader(self.worker.train_source, self._samples_of, self.mesh.device, start_step=done)
         stop_signal = 0
         with closing(loader):
@@ -111,7 +115,8 @@ class Trainer:
                 progress.step, progress.phase = done + 1, Phase.DATA
                 _, micro_batches, wait_s = next(loader)
                 started = time.perf_counter()
-                agreement = self._optimizer_step(done + 1, micro_batches, wait_s, checkpoints)
+                with self.profiler.around(done + 1):
+                    agreement = self._optimizer_step(done + 1, micro_batches, wait_s, checkpoints)
                 step_time_s = time.perf_counter() - started + wait_s
                 done += 1
                 stop_signal = agreement.stop_signal
@@ -247,6 +252,7 @@ class Trainer:
             stop_signal=int(max(signals)),
             save_is_due=any(saves),
             bad_dp_ranks=tuple(sorted(bad)),
+            compute_s=tuple(computes),
         )
 
     def _divergence(self, step: int, agreement: Agreement) -> str:
@@ -289,6 +295,9 @@ class Trainer:
             mfu=mfu,
             peak_memory_bytes=agreement.peak_memory_bytes,
             attempt=self.context.attempt,
+            compute_min_s=min(agreement.compute_s),
+            compute_max_s=max(agreement.compute_s),
+            slowest_rank=agreement.compute_s.index(max(agreement.compute_s)),
         )
 
     def _describe_attempt(self, done: int, checkpoints: CheckpointSession) -> None:
@@ -300,6 +309,7 @@ class Trainer:
             "world_size": self.mesh.sizes.world_size,
             "mesh": self.mesh.sizes.describe(),
             "precision": self.worker.precision,
+            "peak_flops": self.peak_flops,
             "num_parameters": self.worker.num_parameters,
             "first_step": done + 1,
             "max_steps": self.config.trainer.max_steps,

@@ -36,16 +36,19 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
+DAY_S = 86_400.0
+
+
 def falling(num_steps: int) -> list[float]:
     return [5.0 - 0.05 * step for step in range(1, num_steps + 1)]
 
 
 def test_runs_are_listed_newest_first_with_where_they_stand(told, tmp_path: Path) -> None:
     now = time.time()
-    make_run(tmp_path / "runs" / "a" / "1", falling(60), at=now - 7200)
-    make_run(tmp_path / "runs" / "a" / "2", falling(30), cause=None, at=now - 60)
-    alive = make_run(tmp_path / "runs" / "b" / "3", falling(12), cause=None, at=now - 600)
-    (make_run(tmp_path / "runs" / "4", [], cause=Cause.USER_ERROR, at=now - 6e5) / "metrics.jsonl").unlink()
+    make_run(tmp_path / "runs" / "a" / "1", falling(60), at=now - 3 * DAY_S)
+    make_run(tmp_path / "runs" / "a" / "2", falling(30), cause=None, at=now - 2 * DAY_S)
+    alive = make_run(tmp_path / "runs" / "b" / "3", falling(12), cause=None, at=now - 5 * DAY_S)
+    (make_run(tmp_path / "runs" / "4", [], cause=Cause.USER_ERROR, at=now - 7 * DAY_S) / "metrics.jsonl").unlink()
     with own(alive):
         code, lines, errors = told("runs")
     assert (code, errors) == (0, [])
@@ -54,9 +57,9 @@ def test_runs_are_listed_newest_first_with_where_they_stand(told, tmp_path: Path
     # holding b/3 began an attempt, so that it comes first
     assert [row[0] for row in cells[1:]] == ["b/3", "a/2", "a/1", "4"]
     assert cells[1][1:5] == ["running", "12/60", "4.400", "4.600"]
-    assert cells[2][1:] == ["lost", "30/60", "3.500", "3.600", "60s"]
-    assert cells[3][1:] == ["done", "60/60", "2.000", "2.100", "2h00m"]
-    assert cells[4][1:] == ["user_error", "0/60", "-", "-", "6d23h"]
+    assert cells[2][1:] == ["lost", "30/60", "3.500", "3.600", "2d00h"]
+    assert cells[3][1:] == ["done", "60/60", "2.000", "2.100", "3d00h"]
+    assert cells[4][1:] == ["user_error", "0/60", "-", "-", "7d00h"]
 
 
 def test_many_runs_are_listed_at_once_and_damage_is_passed_over(told, tmp_path: Path) -> None:
