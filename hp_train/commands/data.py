@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help=".txt (a document each, or see --separator), .jsonl (a document a line), these .gz, or a folder of them",
+        help=".txt (a document each, or see --separator), .jsonl (a document a line), these .gz, .parquet (a document a "
+        "row), a folder of them, or hf:NAME, a Hugging Face dataset of the hub or of a folder",
     )
     prepare.add_argument(
         "--tokenizer",
@@ -39,9 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     prepare.add_argument("--out", required=True, metavar="DIR", help="folder to make; must not exist yet")
     prepare.add_argument(
-        "--field", default="text", metavar="NAME", help="field of a JSONL line that holds the text (text)"
+        "--field", default="text", metavar="NAME", help="field of a line or row that holds the text (text)"
     )
     prepare.add_argument("--separator", metavar="LINE", help="a line that ends a document in .txt files")
+    prepare.add_argument("--split", default="train", metavar="NAME", help="split of a Hugging Face dataset (train)")
+    prepare.add_argument("--subset", metavar="NAME", help="subset (configuration) of a Hugging Face dataset")
     prepare.add_argument(
         "--eos",
         action=argparse.BooleanOptionalAction,
@@ -63,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
     faults, out = _option_faults(args), Path(args.out)
     if faults:
         try:
-            check_arguments(args.inputs, out, args.tokenizer, eos=args.eos, eos_token=args.eos_token)
+            check_arguments(
+                args.inputs, out, args.tokenizer, eos=args.eos, eos_token=args.eos_token, split=args.split,
+                subset=args.subset,
+            )  # fmt: skip
         except ConfigError as error:
             faults.extend(message for message in error.messages if not message.startswith("--out") or out.name)
         raise ConfigError(*faults)
@@ -77,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
             separator=args.separator,
             eos=args.eos,
             eos_token=args.eos_token,
+            split=args.split,
+            subset=args.subset,
             num_workers=int(args.workers),
             report=report,
         )
@@ -101,6 +109,8 @@ def _option_faults(args: argparse.Namespace) -> list[str]:
         faults.append("--separator must be the text of one line")
     if args.eos_token is not None and not args.eos:
         faults.append(f"--eos-token {args.eos_token} has no effect with --no-eos; leave one of them out")
+    if not args.split:
+        faults.append("--split is empty; name a split")
     if not args.field:
         faults.append("--field is empty; name the field that holds the text")
     if not args.out:

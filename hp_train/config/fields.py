@@ -63,8 +63,8 @@ def number(
 ) -> Any:
     """Declare a numeric field with bounds; `also` lists values outside the interval that are valid (None, -1, "auto")."""
     bounds = Bounds(low, high, low_open, high_open, also)
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata={"bounds": bounds})
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"bounds": bounds})
     return dataclasses.field(default=default, metadata={"bounds": bounds})
 
 
@@ -73,8 +73,13 @@ def choice(default: Any, *choices: Any) -> Any:
     return dataclasses.field(default=default, metadata={"bounds": Bounds(choices=choices)})
 
 
-def file_path(default: str | None = None) -> Any:
-    """Declare a text field that names a file or folder: `~` is the home folder; a run keeps it as an absolute path."""
+def file_path(default: str | dict[str, str] | None = None) -> Any:
+    """Declare a field that names a file or folder, or maps names to some: a run keeps them as absolute paths.
+
+    `~` is the home folder.
+    """
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata={"path": True})
     return dataclasses.field(default=default, metadata={"path": True})
 
 

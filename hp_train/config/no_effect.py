@@ -28,9 +28,13 @@ def _idle(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     yield from _idle_in_loop(config)
     yield from _idle_in_launcher(config)
     trainer, data = config.trainer, config.data
-    if data.name != "tokens":
+    if data.mix:
+        yield ("data.name", "data.path", "data.val_path"), "data.mix names its sources, which hold out a tenth each"
+    elif data.name != "tokens":
         yield ("data.path", "data.val_path"), f"data={data.name} reads no folder"
-    if data.name == "random":
+    if set(data.sources) - set(data.mix):
+        yield ("data.sources",), f"data.mix does not take {', '.join(sorted(set(data.sources) - set(data.mix)))}"
+    if data.name == "random" and not data.mix:
         yield ("data.tokenizer", "data.document_boundaries"), "data=random has no text"
     if trainer.run_dir is not None:
         yield ("trainer.run_name", "trainer.runs_root"), f"trainer.run_dir={trainer.run_dir} is the folder itself"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hp_train.config.schema import TrainerConfig
-from hp_train.config.schema_tree import LEAVES, value_at
+from hp_train.config.schema_tree import LEAVES, entry_of, value_at
 from hp_train.config.typed_value import typed_text
 
 _SCHEDULE = "pp.schedule"
@@ -22,8 +22,8 @@ _NO_PATHS = {("data.tokenizer", "byte")}
 
 def expand_home(config: TrainerConfig) -> None:
     """Put the home folder in the place of `~` before every path, in place."""
-    for key in _keys():
-        value = value_at(config, key)
+    for key in _keys(config):
+        value = _get(config, key)
         if isinstance(value, str) and "~" in value:
             prefix = _SCHEDULE_FILE if key == _SCHEDULE and value.startswith(_SCHEDULE_FILE) else ""
             _set(config, key, prefix + os.path.expanduser(value.removeprefix(prefix)))
@@ -32,8 +32,8 @@ def expand_home(config: TrainerConfig) -> None:
 def with_absolute_paths(config: TrainerConfig) -> TrainerConfig:
     """Return `config` with each path that is relative joined to the current folder."""
     config = copy.deepcopy(config)
-    for key in _keys():
-        _set(config, key, _absolute(key, value_at(config, key)))
+    for key in _keys(config):
+        _set(config, key, _absolute(key, _get(config, key)))
     return config
 
 
@@ -57,19 +57,31 @@ def still_pinned(pins: Sequence[str], overrides: Sequence[str]) -> list[str]:
     return [pin for pin in pins if not {"recipe", pin.partition(".")[0]} & chosen]
 
 
-def _keys() -> list[str]:
-    return [_SCHEDULE, *(key for key, leaf in LEAVES.items() if leaf.is_path)]
+def _keys(config: TrainerConfig) -> list[str]:
+    """Return the keys of all paths, those of the entries of a mapping one by one."""
+    keys = [_SCHEDULE]
+    for key, leaf in LEAVES.items():
+        if leaf.is_path:
+            keys += [f"{key}.{name}" for name in value_at(config, key) or ()] if leaf.is_mapping else [key]
+    return keys
+
+
+def _get(config: TrainerConfig, key: str) -> str | None:
+    entry = entry_of(key)
+    return value_at(config, key) if entry is None else value_at(config, entry[0].key)[entry[1]]
 
 
 def _set(config: TrainerConfig, key: str, value: str | None) -> None:
     section, _, name = key.rpartition(".")
     owner = value_at(config, section)
-    if owner is not None:
+    if isinstance(owner, dict):
+        owner[name] = value
+    elif owner is not None:
         setattr(owner, name, value)
 
 
 def _moved(config: TrainerConfig) -> list[str]:
-    return [key for key in _keys() if value_at(config, key) != _absolute(key, value_at(config, key))]
+    return [key for key in _keys(config) if _get(config, key) != _absolute(key, _get(config, key))]
 
 
 def _absolute(key: str, value: str | None) -> str | None:
@@ -87,4 +99,4 @@ def _key_of(override: str) -> str:
 
 def _typed(key: str, config: TrainerConfig) -> str:
     """Return the override that gives `key` its value in `config`."""
-    return f"{key}={typed_text(value_at(config, key))}"
+    return f"{key}={typed_text(_get(config, key))}"

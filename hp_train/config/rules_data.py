@@ -28,7 +28,7 @@ RULES = (
     Rule(
         (
             "data.name", "data.path", "data.val_path", "data.tokenizer", "data.document_boundaries", "trainer.seq_len",
-            "trainer.eval_every", "model.vocab_size",
+            "trainer.eval_every", "model.vocab_size", "data.mix", "data.sources",
         ),
         _source,
     ),

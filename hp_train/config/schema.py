@@ -7,7 +7,7 @@ bounds; a test holds those words equal to the field. Rules that need more than o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import List, Optional, Union  # OmegaConf resolves these names at run time
+from typing import Dict, List, Optional, Union  # OmegaConf resolves these names at run time
 
 from hp_train.config.fields import choice, file_path, number
 
@@ -183,7 +183,8 @@ class DataSection:
     """shakespeare ships with the package, tokens reads prepared files, random makes tokens up to measure speed. Text;
     default shakespeare; shakespeare, tokens, random."""
     path: Optional[str] = file_path()
-    """Folder made by `hp-train data prepare`, for name=tokens. Path; default null."""
+    """Folder made by `hp-train data prepare`, or the prefix of Megatron's .bin and .idx, for name=tokens. Path; default
+    null."""
     val_path: Optional[str] = file_path()
     """Folder of held-out text; null takes the last tenth of path. Path; default null."""
     tokenizer: str = file_path("byte")
@@ -192,6 +193,12 @@ class DataSection:
     """attend packs documents and attention crosses them; isolate packs them, attention and positions stay inside one;
     pad starts each document in a new sequence and leaves padding out of the loss. Text; default attend; attend,
     isolate, pad."""
+    mix: Dict[str, float] = number({}, 0, 1e9, low_open=True)
+    """Sources and their weights, taken in proportion to their sum, in place of name and path; a source is shakespeare
+    or a name in sources. Mapping of names to numbers; default {}; above 0 to 1e+09."""
+    sources: Dict[str, str] = file_path({})
+    """Where the sources of mix are: a folder made by `hp-train data prepare`, or the prefix of Megatron's files.
+    Mapping of names to paths; default {}."""
 
 
 @dataclass

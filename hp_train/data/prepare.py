@@ -21,7 +21,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from hp_train.data.reading import Encoded, InputFile, Task, encode_task, find_inputs
+from hp_train.data.inputs import Input, find_inputs
+from hp_train.data.reading import Encoded, Task, encode_task
 from hp_train.data.token_folder import TokenIndex
 from hp_train.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
 from hp_train.data.writer import TokenFolderWriter, refuse_taken, token_dtype
@@ -57,19 +58,24 @@ def prepare(
     separator: str | None = None,
     eos: bool = True,
     eos_token: str | None = None,
+    split: str = "train",
+    subset: str | None = None,
     num_workers: int = 1,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> Prepared:
-    """Turn the text files `inputs` into the folder of tokens `out`, which must not exist yet.
+    """Turn the texts of `inputs` into the folder of tokens `out`, which must not exist yet.
 
-    `tokenizer_name` is `byte` or the path of a tokenizer.json. `field` holds the text of a JSONL line, `separator` is
-    a line between the documents of a .txt file (None: one document a file). With `eos` an end-of-document token follows
+    `tokenizer_name` is `byte` or the path of a tokenizer.json. `field` holds the text of a JSONL line or a row of a
+    table, `separator` is a line between the documents of a .txt file (None: one document a file), `split` and `subset`
+    choose among those of a Hugging Face dataset. With `eos` an end-of-document token follows
     each document: `eos_token`, or the one that the tokenizer is known to have. `report` is called after each task.
     Raises ConfigError for bad inputs and options; then, and if the process dies, there is no folder `out`.
     """
     assert num_workers >= 1
-    tokenizer, eos_id, paths = check_arguments(inputs, out, tokenizer_name, eos=eos, eos_token=eos_token)
-    reader = _Reader([InputFile(path) for path in paths])
+    tokenizer, eos_id, found = check_arguments(
+        inputs, out, tokenizer_name, eos=eos, eos_token=eos_token, split=split, subset=subset
+    )
+    reader = _Reader(found)
     bytes_only = isinstance(tokenizer, ByteTokenizer)
     highest_id = max(255 if bytes_only else tokenizer.vocabulary.size - 1, eos_id or 0)
     encoded = _encode_all(reader.tasks(field, separator), tokenizer, tokenizer_name, num_workers)
@@ -84,25 +90,32 @@ def prepare(
 
 
 def check_arguments(
-    inputs: Sequence[str | Path], out: Path, tokenizer_name: str, *, eos: bool = True, eos_token: str | None = None
-) -> tuple[ByteTokenizer | FileTokenizer, int | None, list[Path]]:
-    """The tokenizer, the id of its end-of-document token and the input files that `prepare` will read.
+    inputs: Sequence[str | Path],
+    out: Path,
+    tokenizer_name: str,
+    *,
+    eos: bool = True,
+    eos_token: str | None = None,
+    split: str = "train",
+    subset: str | None = None,
+) -> tuple[ByteTokenizer | FileTokenizer, int | None, list[Input]]:
+    """The tokenizer, the id of its end-of-document token and the inputs that `prepare` will read.
 
     Raises ConfigError with every fault of these arguments, in the order: tokenizer, inputs, out.
     """
     faults: list[str] = []
-    tokenizer, eos_id, paths = None, None, []
+    tokenizer, eos_id, found = None, None, []
     with _collected(faults):
         tokenizer = open_tokenizer(tokenizer_name)
         eos_id = _end_of_document(tokenizer, tokenizer_name, eos_token) if eos else None
     with _collected(faults):
-        paths = find_inputs(inputs)
+        found = find_inputs(inputs, split, subset)
     with _collected(faults):
         refuse_taken(out)
     if faults:
         raise ConfigError(*faults)
     assert tokenizer is not None
-    return tokenizer, eos_id, paths
+    return tokenizer, eos_id, found
 
 
 @contextmanager
@@ -114,13 +127,13 @@ def _collected(faults: list[str]) -> Iterator[None]:
 
 
 class _Reader:
-    """The input files one after the other, and how much of them has been read."""
+    """The inputs one after the other, and how much of them has been read."""
 
-    def __init__(self, files: list[InputFile]) -> None:
+    def __init__(self, files: list[Input]) -> None:
         self.files = files
         self.total_bytes = sum(file.num_bytes for file in files)
         self._finished_bytes = 0
-        self._current: InputFile | None = None
+        self._current: Input | None = None
 
     @property
     def read_bytes(self) -> int:
@@ -134,7 +147,7 @@ class _Reader:
             self._finished_bytes += file.num_read
 
     def sources(self) -> list[dict[str, Any]]:
-        return [{"name": file.path.name, "bytes": file.num_read, "sha256": file.sha256} for file in self.files]
+        return [{"name": file.name, "bytes": file.num_read, "sha256": file.sha256} for file in self.files]
 
 
 def _end_of_document(tokenizer: ByteTokenizer | FileTokenizer, name: str, eos_token: str | None) -> int:

@@ -2,7 +2,7 @@
 
 Never torch. Reading is one process's job and does no more than find line ends; parsing and encoding (`encode_task`)
 run in the workers. .txt is one document, or several where a separator line is given; .jsonl is a document a line. Both
-may be gzipped.
+may be gzipped. `inputs` finds the files, `tables` gives rows of other formats as lines.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from hp_train.data.tokenizer import PIECE_BYTES, Tokenizer, cut_into_pieces, cut_point
 from hp_train.errors import ConfigError
 
-SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
+TEXT_SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
 MAX_LINE_BYTES = 256 << 20  # one JSONL line is held in memory as a whole
 _BLOCK_BYTES = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -57,6 +57,7 @@ class InputFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.name = path.name
         self.num_bytes = path.stat().st_size
         self.num_read = 0
         self._hash = hashlib.sha256()
@@ -136,30 +137,6 @@ class _Hashed:
         data = self._raw.read(size)
         self._file.saw(data)
         return data
-
-
-def find_inputs(inputs: Sequence[str | Path]) -> list[Path]:
-    """The files that `inputs` name, a folder standing for those in and below it, sorted. Raises ConfigError."""
-    found: list[Path] = []
-    faults: list[str] = []
-    for name in inputs:
-        path = Path(name)
-        if name == "":  # as a path it would be the folder that the command is run in
-            faults.append("an INPUT is empty; name a file or a folder")
-        elif path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES))
-            found += inside
-            if not inside:
-                faults.append(f"{name} holds no {', '.join(SUFFIXES)} file")
-        elif not path.exists():
-            faults.append(f"{name} does not exist")
-        elif not path.name.endswith(SUFFIXES):
-            faults.append(f"{name}: cannot read this kind of file; use {', '.join(SUFFIXES)}")
-        else:
-            found.append(path)
-    if faults:
-        raise ConfigError(*faults)
-    return found
 
 
 def encode_task(task: Task, tokenizer: Tokenizer) -> Encoded:

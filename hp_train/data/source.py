@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hp_train.data import shakespeare
-from hp_train.data.index import DataConfig, describe_source, num_held_out_tokens
+from hp_train.data.index import SHAKESPEARE, DataConfig, describe_source, num_held_out_tokens
+from hp_train.data.megatron import MegatronIndex, is_megatron
 from hp_train.data.order import hash_words, sequence_indices
 from hp_train.data.token_folder import BYTE_VOCABULARY, DOCUMENTS_FILE, TOKENS_FILE, TokenIndex
 from hp_train.data.windows import DocumentOffsets, OnePerDocument, Packed, Windows
@@ -79,7 +80,7 @@ def open_data(config: DataConfig, seq_len: int, seed: int, split: str, vocab_siz
     Raises ConfigError if the data is missing, damaged, shorter than a sequence or beyond the vocabulary.
     """
     assert split in ("train", "val"), f"no split {split!r}"
-    if config.name == "random":
+    if config.name == "random" and not config.mix:
         return RandomSource(seq_len, seed, split, vocab_size)
     boundaries = str(config.document_boundaries)
     faults = describe_source(config).faults(
@@ -87,13 +88,22 @@ def open_data(config: DataConfig, seq_len: int, seed: int, split: str, vocab_siz
     )
     if faults:
         raise ConfigError(*faults)
-    corpus = _open_shakespeare(split) if config.name == "shakespeare" else _open_tokens(config, split)
-    source = CorpusSource(corpus, boundaries, seq_len, None if split == "val" else seed, vocab_size)
-    if source.num_sequences == 0:
-        raise ConfigError(
-            f"data={config.name}: the {split} part, {len(corpus.tokens):,} tokens, leaves nothing to predict"
-        )
-    return source
+
+    def cut(corpus: Corpus, setting: str) -> CorpusSource:
+        source = CorpusSource(corpus, boundaries, seq_len, None if split == "val" else seed, vocab_size)
+        if source.num_sequences == 0:
+            raise ConfigError(f"{setting}: the {split} part, {len(corpus.tokens):,} tokens, leaves nothing to predict")
+        return source
+
+    if config.mix:
+        from hp_train.data.mix import MixedSource  # it builds on this module
+
+        sources = {name: cut(_open_part(config, name, split), f"data.mix.{name}") for name in config.mix}
+        return MixedSource(sources, config.mix)
+    if config.name == SHAKESPEARE:
+        return cut(_open_shakespeare(split), "data=shakespeare")
+    assert config.path is not None, "describe_source has refused this"
+    return cut(_open_tokens(config.path, config.val_path, "data.path", split), "data=tokens")
 
 
 class CorpusSource:
@@ -120,8 +130,9 @@ class CorpusSource:
         rows = np.full((len(samples), self._seq_len + 1), self._pad_id, dtype=np.int64)
         for row, start, stop in zip(rows, starts, stops, strict=True):
             row[: stop - start] = self._corpus.tokens[start:stop]
-        if rows.size and (largest := rows.max()) >= self._vocab_size:
-            raise HpTrainError(f"the data holds token id {largest}, beyond the vocabulary of {self._vocab_size}")
+        for extreme in (rows.max(), rows.min()) if rows.size else ():
+            if not 0 <= extreme < self._vocab_size:
+                raise HpTrainError(f"the data holds token id {extreme}, beyond the vocabulary of {self._vocab_size}")
         targets = rows[:, 1:].copy()
         targets[np.arange(self._seq_len) >= (stops - starts)[:, None] - 1] = IGNORED
         if not self._isolate:
@@ -176,17 +187,51 @@ def _open_shakespeare(split: str) -> Corpus:
     return Corpus(tokens, one_document, BYTE_VOCABULARY.pad_id)
 
 
-def _open_tokens(config: DataConfig, split: str) -> Corpus:
-    """The folder for `split`, or its share of the one folder there is."""
-    assert config.path is not None, "describe_source has refused this"
-    key, path = ("data.val_path", config.val_path) if split == "val" and config.val_path else ("data.path", config.path)
+def _open_part(config: DataConfig, name: str, split: str) -> Corpus:
+    """One source of a mix; each holds out a tenth of its own."""
+    if name == SHAKESPEARE and name not in config.sources:
+        return _open_shakespeare(split)
+    return _open_tokens(config.sources[name], None, f"data.sources.{name}", split)
+
+
+def _open_tokens(path: str, val_path: str | None, key: str, split: str) -> Corpus:
+    """The files at `val_path` for val, if it is given, else those at `path`, of which a tenth is held out."""
+    if split == "val" and val_path:
+        path, key = val_path, "data.val_path"
+    tokens, offsets, pad_id = _map_megatron(path, key) if is_megatron(path) else _map_folder(path, key)
+    begin, end = 0, len(tokens)
+    if not val_path:
+        cut = end - num_held_out_tokens(end)
+        begin, end = (0, cut) if split == "train" else (cut, end)
+    return Corpus(tokens[begin:end], DocumentOffsets(offsets, begin, end), pad_id)
+
+
+def _map_folder(path: str, key: str) -> tuple[NDArray[np.unsignedinteger], NDArray[np.int64], int]:
+    """Tokens, document offsets and padding id of a prepared folder, memory-mapped."""
     index = TokenIndex.read(path, key)
     tokens = np.memmap(Path(path, TOKENS_FILE), dtype=np.dtype(index.dtype).newbyteorder("<"), mode="r")
     offsets = np.memmap(Path(path, DOCUMENTS_FILE), dtype="<i8", mode="r")  # below 2**63: as good as the uint64 on disk
     if offsets[0] != 0 or offsets[-1] != index.num_tokens:
         raise ConfigError(f"{key}={path}: {DOCUMENTS_FILE} does not belong to {TOKENS_FILE}; prepare the data again")
-    begin, end = 0, index.num_tokens
-    if not config.val_path:
-        cut = index.num_tokens - num_held_out_tokens(index.num_tokens)
-        begin, end = (0, cut) if split == "train" else (cut, index.num_tokens)
-    return Corpus(tokens[begin:end], DocumentOffsets(offsets, begin, end), index.vocabulary.pad_id or 0)
+    return tokens, offsets, index.vocabulary.pad_id or 0
+
+
+def _map_megatron(path: str, key: str) -> tuple[NDArray[np.integer], NDArray[np.int64], int]:
+    """Tokens of Megatron's files, memory-mapped, and their document offsets, which take 8 bytes of memory each."""
+    index = MegatronIndex.read(path, key)
+    dtype = np.dtype(index.dtype).newbyteorder("<")
+
+    def mapped(kind: str, at: int, count: int) -> NDArray[np.integer]:
+        return np.memmap(index.idx_path, dtype=kind, mode="r", offset=at, shape=(count,))
+
+    positions = mapped("<i8", index.positions_at, index.num_sequences)
+    lengths = mapped("<i4", index.lengths_at, index.num_sequences)
+    firsts = mapped("<i8", index.documents_at, index.num_documents + 1)
+    ends_well = (
+        index.num_sequences > 0 and firsts[0] == 0 and firsts[-1] == index.num_sequences
+        and positions[0] == 0 and positions[-1] + lengths[-1] * dtype.itemsize == index.num_tokens * dtype.itemsize
+    )  # fmt: skip
+    if not ends_well:
+        raise ConfigError(f"{key}={path}: {index.idx_path.name} does not belong to {index.bin_path.name}; copy both again")
+    offsets = np.append(positions[firsts[:-1]] // dtype.itemsize, np.int64(index.num_tokens))
+    return np.memmap(index.bin_path, dtype=dtype, mode="r"), offsets, 0

@@ -18,7 +18,7 @@ NAMES = {
     "pp": "schedule,microbatch_size,stages_per_rank,layer_split,p2p_transport",
     "model": "name,vocab_size,dim,num_layers,num_heads,num_kv_heads,ffn_dim,norm_eps,rope_theta,tie_embeddings,max_seq_len",
     "model.rope_scaling": "factor,low_freq_factor,high_freq_factor,original_max_position_embeddings",
-    "data": "name,path,val_path,tokenizer,document_boundaries",
+    "data": "name,path,val_path,tokenizer,document_boundaries,mix,sources",
     "optimizer": "name,lr,betas,eps,weight_decay",
     "lr_scheduler": "name,warmup_steps,total_steps,min_lr_ratio",
     "activation_checkpoint": "mode,every",
@@ -62,7 +62,7 @@ def test_text_that_is_not_the_word_beside_the_numbers_is_no_number() -> None:
 @pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
 def test_default_is_valid(leaf: Leaf) -> None:
     assert misfit(leaf, leaf.default) is None
-    items = leaf.default if isinstance(leaf.default, list) else [leaf.default]
+    items = leaf.default if isinstance(leaf.default, (list, dict)) else [leaf.default]  # mappings are empty
     assert all(leaf.bounds.contain(item) for item in items)
 
 

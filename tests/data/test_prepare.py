@@ -204,8 +204,8 @@ def test_files_that_cannot_be_read_are_all_named(tmp_path: Path) -> None:
         prepare([tmp_path / "nowhere.txt", tmp_path / "a.pdf", tmp_path / "empty"], tmp_path / "out")
     assert [line.removeprefix(f"{tmp_path}/") for line in refused.value.messages] == [
         "nowhere.txt does not exist",
-        "a.pdf: cannot read this kind of file; use .txt, .jsonl, .txt.gz, .jsonl.gz",
-        "empty holds no .txt, .jsonl, .txt.gz, .jsonl.gz file",
+        "a.pdf: cannot read this kind of file; use .txt, .jsonl, .txt.gz, .jsonl.gz, .parquet, or hf:NAME",
+        "empty holds no .txt, .jsonl, .txt.gz, .jsonl.gz, .parquet file",
     ]
     with pytest.raises(ConfigError, match=r"cut.txt.gz is damaged: "):
         prepare([tmp_path / "cut.txt.gz"], tmp_path / "out")

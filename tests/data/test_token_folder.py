@@ -100,7 +100,7 @@ def test_describing_the_data_needs_neither_torch_nor_numpy_and_is_fast(folder: P
 import sys, time
 from types import SimpleNamespace
 from hp_train.data.index import describe_source
-base = dict(path={str(folder)!r}, val_path=None, tokenizer="byte", document_boundaries="attend")
+base = dict(path={str(folder)!r}, val_path=None, tokenizer="byte", document_boundaries="attend", mix={{}}, sources={{}})
 started = time.perf_counter()
 for name in ("shakespeare", "tokens", "random"):
     info = describe_source(SimpleNamespace(name=name, **base))
