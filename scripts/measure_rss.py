@@ -23,7 +23,6 @@ SETTINGS = [
     "model.dim=32", "model.num_layers=2", "model.num_heads=4", "model.ffn_dim=64", "trainer.seq_len=32",
     "trainer.global_batch_size=4", "trainer.micro_batch_size=1", "trainer.device=cpu", "trainer.eval_every=20",
     "trainer.eval_batches=1", "checkpoint.every=20", "checkpoint.async_save=true", "trainer.log_every=20",
-    "fsdp.dp_shard_size=2",
 ]  # fmt: skip
 MOST_GROWTH, MOST_GROWTH_BYTES = 0.02, 4 << 20
 
@@ -76,10 +75,12 @@ def main() -> int:
     """Run, watch, print a table; 1 when some process grew."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--folder", type=Path, required=True, help="the run's directory; must not exist")
     parser.add_argument("--svg", type=Path, help="where to draw")
     args = parser.parse_args()
-    words = [*SETTINGS, f"trainer.max_steps={args.steps}", f"trainer.run_dir={args.folder.absolute()}"]
+    words = [*SETTINGS, f"fsdp.dp_shard_size={args.processes}", f"trainer.max_steps={args.steps}"]
+    words.append(f"trainer.run_dir={args.folder.absolute()}")
     process = subprocess.Popen([sys.executable, "-m", "hp_train.cli", *words], stdout=subprocess.DEVNULL)
     samples = watch(process, args.folder)
     if process.returncode != 0:

@@ -1,12 +1,13 @@
 """States of the random number generators of one rank: Python's, numpy's, torch's and its GPU's. Imports torch.
 
 Each is a tensor of bytes, stored as `rng.rank_00003.torch` and so on. They belong to a rank of a mesh of a certain
-size: a run that goes on with another number of ranks starts with fresh ones. The order of samples and the initial
-weights never depend on them.
+size: a run that goes on with another number of ranks starts with fresh ones, which follow from seed, rank and step. The
+order of samples and the initial weights never depend on them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Mapping
@@ -21,6 +22,14 @@ from hp_train.checkpoint.layout import METADATA, read_json, read_manifest
 from hp_train.checkpoint.metadata_json import decode_metadata
 
 PREFIX = "rng."
+
+
+def start_anew(seed: int, rank: int, step: int) -> None:
+    """Seed every generator, so that two runs of the same settings draw the same; none is left to chance."""
+    number = int.from_bytes(hashlib.sha256(f"{seed} {rank} {step}".encode()).digest()[:8], "little")
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number % 2**63)  # of every device
 
 
 def capture(rank: int, device: torch.device) -> dict[str, torch.Tensor]:

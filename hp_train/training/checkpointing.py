@@ -56,6 +56,7 @@ class CheckpointSession:
         that step, so that every step has one row. Raises ConfigError when there must be a checkpoint and none holds,
         or when the next samples would not be the next.
         """
+        rng.start_anew(self._whole_config.trainer.seed, self.context.rank, step=0)
         self._identity = gather_all(identity(self._whole_config) if self.context.rank == 0 else None)[0]
         path = find_checkpoint(self.folder)
         step = 0
@@ -78,6 +79,8 @@ class CheckpointSession:
         states = rng.read_states(path, self.context.rank, self.context.world_size)
         if states is not None:
             rng.restore(states, self.worker.mesh.device)
+        else:
+            rng.start_anew(self._whole_config.trainer.seed, self.context.rank, progress["step"])
         self.tokens_seen, self.samples_seen = progress["tokens_seen"], progress["samples_seen"]
         if self._whole_config.lr_scheduler.total_steps is None:
             self.total_steps = progress["total_steps"]

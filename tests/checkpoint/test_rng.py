@@ -24,10 +24,12 @@ def draw() -> list[float]:
 
 
 def save_and_go_on(rank: int, world_size: int, root: Path) -> tuple[list[float], list[float]]:
-    random.seed(rank)
-    np.random.seed(rank)
-    torch.manual_seed(rank)
-    draw()
+    rng.start_anew(7, rank, 0)
+    first = draw()
+    rng.start_anew(7, rank, 0)
+    assert draw() == first
+    rng.start_anew(7, rank, 1)
+    assert all(one != two for one, two in zip(draw(), first, strict=True))
     state = tiny_state(1)
     state = CheckpointState(state.parameters, state.optimizer, {}, {"step": 1}, rng.capture(rank, CPU))
     save_checkpoint(root, 1, state, SavePolicy(1))
