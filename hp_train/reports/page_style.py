@@ -18,7 +18,7 @@ p.sub { margin: 2px 0 18px; color: var(--dim); overflow-wrap: anywhere; }
 .tile span, figcaption .key { color: var(--dim); font-size: 13px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 14px; }
 figure { position: relative; margin: 0; padding: 10px 12px; } figcaption { font-weight: 600; margin-bottom: 4px; }
-figcaption .key { font-weight: 400; margin-left: 10px; }
+figcaption .key { font-weight: 400; margin-left: 10px; white-space: nowrap; }
 figcaption .key::before { content: ""; display: inline-block; width: 14px; height: 3px; margin-right: 5px;
   vertical-align: middle; background: currentColor; }
 .key.s1::before { color: var(--s1); } .key.s2::before { color: var(--s2); } .key.s3::before { color: var(--s3); }

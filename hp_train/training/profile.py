@@ -8,6 +8,7 @@ The first data-parallel rank of each pipeline stage records; the others do the s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 _TABLE_ROWS = 50
+_QUIET = "99"  # the profiler's library tells of its starts and stops on stderr otherwise; faults are raised anyhow
 _MOST_MEMORY_EVENTS = 200_000  # allocations and frees of one step; a large model has some ten thousand
 
 
@@ -38,6 +40,7 @@ class StepProfiler:
     def _record(self, step: int) -> Iterator[None]:
         stem = self._folder / f"step_{step:08d}" / f"rank_{self._rank}"
         stem.parent.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         on_cuda = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
         if on_cuda:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -106,6 +108,33 @@ def test_live_view_before_the_first_step_and_with_random_data() -> None:
     plain = "\n".join(_draw(_history(EIGHT_GPUS, [FULL]), 80, loss_means_nothing=True))
     assert "loss -" in plain and "2.312" not in plain
     assert "62/80 GiB" in plain
+
+
+@pytest.mark.parametrize("peak, said", [(None, True), (9.89e14, False)])
+def test_a_gpu_whose_peak_is_not_known_has_an_unknown_mfu_and_a_cpu_none(peak: float | None, said: bool) -> None:
+    facts = dataclasses.replace(EIGHT_GPUS, device_name="NVIDIA X1", precision="bf16", peak_flops=peak)
+    row = dataclasses.replace(FULL, mfu=None if said else 0.41)
+    stream = io.StringIO()
+    PlainLog(stream, 10).open_attempt(History(facts))
+    assert ("MFU unknown: no peak is on record for NVIDIA X1 in bf16" in stream.getvalue()) == said
+    assert ("mfu unknown" in "\n".join(_draw(_history(facts, [row]), 80))) == said
+    assert "mfu" not in "\n".join(_draw(_history(ONE_CPU, [row]), 80)) or not said
+
+
+def test_nothing_remains_at_the_last_step() -> None:
+    history = _history(dataclasses.replace(ONE_CPU, max_steps=2), [StepRow(1, step_time_s=1.0)])
+    assert history.remaining_s() == 1.0
+    history.add(StepRow(2, step_time_s=1.0))
+    assert history.remaining_s() is None and "eta" not in "\n".join(_draw(history, 80))
+
+
+@pytest.mark.parametrize("colours", ["truecolor", "standard"])
+def test_colours_of_the_view_are_the_terminals_own(colours: str) -> None:
+    """Of the sixteen colours a terminal's theme makes each readable on its ground; others are not known to be."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=80, force_terminal=True, color_system=colours, _environ={"TERM": "xterm"})
+    console.print(render(_history(EIGHT_GPUS, [FULL]), 80))
+    assert "\x1b[" in stream.getvalue() and not re.search(r"\x1b\[[0-9;]*[34]8;", stream.getvalue())
 
 
 def test_lines_pass_above_the_live_view_unchanged_and_without_colour(monkeypatch: pytest.MonkeyPatch) -> None:
