@@ -38,7 +38,7 @@ from hp_train.checkpoint.inspection import inspect
 from hp_train.launch.owner import own
 
 EVERY = 4  # steps between checkpoints
-STEPS_PER_ROUND = 12  # on average a round comes half as far
+STEPS_PER_ROUND = 8  # on average a round comes half as far
 SETTINGS = [
     "model.dim=32", "model.num_layers=2", "model.num_heads=4", "model.ffn_dim=64", "trainer.seq_len=32",
     "trainer.global_batch_size=4", "trainer.micro_batch_size=1", "trainer.device=cpu", "trainer.eval_every=5",
@@ -47,6 +47,7 @@ SETTINGS = [
 ]  # fmt: skip
 COMPARED = ("step", "loss", "val_loss", "grad_norm", "lr", "tokens")
 PATIENCE_S = 120.0
+WHOLE_RUN_S = 3600.0
 
 
 class Broken(AssertionError):
@@ -113,10 +114,19 @@ class Victim:
         """Say whether the launcher is gone."""
         return self.process is None or self.process.poll() is not None
 
-    def end(self) -> int:
+    def end(self, patience_s: float = PATIENCE_S) -> int:
         """Wait for the launcher and return its exit code."""
         assert self.process is not None
-        return self.process.wait(timeout=PATIENCE_S)
+        return self.process.wait(timeout=patience_s)
+
+    def leave_nothing(self) -> None:
+        """Kill what still runs, whatever ends the script."""
+        if self.process is not None and not self.ended():
+            self.process.kill()
+            self.process.wait()
+        for worker in self.workers():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
 
 
 def kill_rank(victim: Victim, dice: random.Random) -> None:
@@ -296,6 +306,16 @@ def check_end(victim: Victim, reference: Path, max_steps: int) -> None:
 
 
 @contextlib.contextmanager
+def nothing_left(victim: Victim) -> Iterator[None]:
+    """Leave no process behind, also when this script is asked to end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        victim.leave_nothing()
+
+
+@contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
     """Give `folder` a disk of its own, of 24 MB; say whether that is possible here."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -327,10 +347,12 @@ def main() -> int:
             print("no tmpfs can be mounted here: rounds of the kind `disk` are left out")
         reference = Victim(folder / "straight", settings)
         if not (reference.folder / "outcome.json").exists():
-            reference.start()
-            check(reference.end() == 0, f"the undisturbed run failed: see {reference.log}")
+            with nothing_left(reference):
+                reference.start()
+                check(reference.end(WHOLE_RUN_S) == 0, f"the undisturbed run failed: see {reference.log}")
         victim = Victim(folder / "disk" / "disturbed", settings)
-        return play(victim, reference, kinds, args, max_steps)
+        with nothing_left(victim):
+            return play(victim, reference, kinds, args, max_steps)
 
 
 def play(victim: Victim, reference: Victim, kinds: list[str], args: argparse.Namespace, max_steps: int) -> int:
@@ -351,7 +373,7 @@ def play(victim: Victim, reference: Victim, kinds: list[str], args: argparse.Nam
         diary.write_text("".join(f"{each}\n" for each in played))
         print(line, flush=True)
     victim.start()
-    check(victim.end() == 0, f"the disturbed run did not come to its end: see {victim.log}")
+    check(victim.end(WHOLE_RUN_S) == 0, f"the disturbed run did not come to its end: see {victim.log}")
     check_end(victim, reference.folder, max_steps)
     counts = Counter(line.split(": ", 1)[1].split()[0] for line in played)
     told = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
