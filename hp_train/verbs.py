@@ -13,10 +13,14 @@ VERB_GROUPS = {
         "submit": "train in a SLURM job: submit recipe=NAME launcher.nodes=N [key=value ...] [--dry-run]",
     },
     "Look": {
+        "status": "state, step, time left and goodput of a run or SLURM job: status [RUN_DIR|JOB]",
+        "watch": "the live view of any run, from its files: watch RUN_DIR",
+        "logs": "what launcher and ranks printed: logs RUN_DIR [--rank N|--failed] [-f]",
+        "cancel": "end a run or its SLURM job for good: cancel RUN_DIR|JOB",
         "runs": "list the runs with their state, step, loss and age",
         "compare": "what differs in two configs, and where the losses first differ: compare RUN RUN",
         "report": "write one web page on a run that opens without a network: report RUN_DIR",
-        "doctor": "try what training needs on this machine",
+        "doctor": "try what training needs on this machine; --slurm: what the cluster offers",
     },
     "Prepare": {
         "recipes": "list the recipes with their size and the processes they need",

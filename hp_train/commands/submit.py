@@ -1,6 +1,6 @@
-"""`hp-train submit recipe=NAME launcher.nodes=N ...`: check as `train` does, write job.sbatch, hand it to SLURM. No torch.
+"""`hp-train submit recipe=NAME launcher.nodes=N ...`: check as `train` does, then hand a script to SLURM. No torch.
 
-A plain run with launcher=slurm comes here too. --dry-run (or --print) writes the script to stdout and does nothing else.
+A plain run with launcher=slurm comes here too. --dry-run (or --print) writes the script to stdout, and that is all.
 Inside an allocation (`salloc`) the run starts now, over all its nodes, with the live view.
 """
 
@@ -22,8 +22,12 @@ from hp_train.launch.submit import Submission, print_script, submit_again, submi
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="recipe=NAME and what differs from it")
-    parser.add_argument("--dry-run", "--print", action="store_true", help="write the job script to stdout, nothing else")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="recipe=NAME and what differs from it"
+    )
+    parser.add_argument(
+        "--dry-run", "--print", action="store_true", help="write the job script to stdout, nothing else"
+    )
     parser.add_argument("--multirun", "-m", action="store_true", help="one job for each combination of values key=a,b")
     parser.add_argument("--config-dir", metavar="DIR", help="a folder with recipes and options of your own")
 
@@ -41,7 +45,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise ConfigError("submit needs a launcher that submits, and launcher.name=local does not; use launcher=slurm")
     check(jobs)
     for job in jobs:
-        warn(job.config)
+        warn(job.config, job.notes)
         code = start(job, argv, run_to_go_on_with(job.config), script_only=args.dry_run)
         if code:
             return code

@@ -1,6 +1,6 @@
 """How many processes a run takes on this machine, on which device, and what stands against that. No torch.
 
-A run that is submitted to a cluster is planned twice: at submission from the config alone, and on each node (`plan_node`).
+A run that is submitted to a cluster is planned twice: at submission from the config alone, then on each node.
 
 The mesh asks for a number of processes; with `fsdp.dp_shard_size=-1` it takes the visible GPUs. GPUs are never passed
 over in silence: a run that could have used them and does not says why.
@@ -115,8 +115,11 @@ def plan_node(config: TrainerConfig, devices: Devices | None = None) -> ProcessP
     shown += f" (CUDA_VISIBLE_DEVICES={hidden})" if hidden is not None else ""
     if devices.visible >= each:
         obstacle = torch_obstacle(devices.visible)
-        return _refused(obstacle) if obstacle else dataclasses.replace(plan, device="cuda", lines=(f"using {where}, a GPU each",))
-    if devices.visible == 0 and config.trainer.device == "auto" and num_parameters(config.model) < SMALL_MODEL_PARAMETERS:
+        if obstacle is not None:
+            return _refused(obstacle)
+        return dataclasses.replace(plan, device="cuda", lines=(f"using {where}, a GPU each",))
+    is_small = num_parameters(config.model) < SMALL_MODEL_PARAMETERS
+    if devices.visible == 0 and config.trainer.device == "auto" and is_small:
         return on_cpu
     return _refused(
         f"{shown}, and the run takes {each} on each node; see launcher.gpu_request={config.launcher.gpu_request} and "

@@ -2,8 +2,8 @@
 
 They meet at a store that the first node's launcher holds. It leads: it owns the run directory, numbers the attempts and
 judges their ends. The others follow: they run their share of an attempt, tell how it ended, and wait for the next. A
-node whose workers fail raises a flag that all look at, so that no node waits for peers that are gone. rank = node's number
-x processes per node + local rank, on every attempt: torch's own rendezvous gives no such promise.
+node whose workers fail raises a flag that all look at, so that no node waits for peers that are gone. rank = number of
+the node x processes per node + local rank, on every attempt: torch's own rendezvous gives no such promise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What to do when a job's launchers have ended: `python -m hp_train.launch.slurm_end RUN_DIR STATE`, run by job.sbatch.
 
-STATE is what `scontrol show job --oneliner` says. Prints one line, `ACTION CODE EXCLUDE`: requeue, resubmit or end, the exit
-code of the job, and nodes to do without; the reason goes to stderr, into the job's log. `decide` is the pure part.
+STATE is what `scontrol show job --oneliner` says. Prints one line, `ACTION CODE EXCLUDE`: requeue, resubmit or end, the
+exit code of the job, and nodes to do without; the reason goes to stderr, into the job's log. `decide` is the pure part.
 No torch, and no command of SLURM's: this may run inside a container.
 """
 
@@ -78,7 +78,9 @@ def decide(
     if continue_by == "none":
         return Decision(Action.END, "launcher.continue_by=none")
     if continued + restart >= max_requeues:
-        return Decision(Action.END, f"the run has gone on {continued + restart} times (launcher.max_requeues={max_requeues})")
+        return Decision(
+            Action.END, f"the run has gone on {continued + restart} times (launcher.max_requeues={max_requeues})"
+        )
     why = f"attempt {last.attempt} ended as {last.cause} at step {last.step}"
     if job.state == "RUNNING":
         return Decision(Action.RESUBMIT if continue_by == "resubmit" else Action.REQUEUE, why)
@@ -159,7 +161,11 @@ def _read(path: Path) -> str:
 
 
 def _print(decision: Decision, code: int, exclude: Sequence[str] = ()) -> int:
-    word = {Action.END: "not queued again", Action.REQUEUE: "queueing the job again", Action.RESUBMIT: "submitting again"}
+    word = {
+        Action.END: "not queued again",
+        Action.REQUEUE: "queueing the job again",
+        Action.RESUBMIT: "submitting again",
+    }
     print(f"hp-train: {word[decision.action]}: {decision.reason}", file=sys.stderr, flush=True)
     print(decision.action, code, ",".join(exclude), flush=True)
     return 0

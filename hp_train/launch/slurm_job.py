@@ -54,7 +54,9 @@ def main(arguments: list[str]) -> int:
 
 def _plan(config: TrainerConfig, num_nodes: int) -> ProcessPlan:
     if num_nodes != config.launcher.nodes:
-        raise ConfigError(f"launcher.nodes={config.launcher.nodes} and the job has {num_nodes}; the mesh needs them all")
+        raise ConfigError(
+            f"launcher.nodes={config.launcher.nodes} and the job has {num_nodes}; the mesh needs them all"
+        )
     plan = plan_node(config)
     if plan.faults:
         raise ConfigError(*plan.faults)
@@ -67,10 +69,14 @@ def _check_rendezvous(node_rank: int, num_nodes: int) -> None:
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
-        raise ConfigError(f"the name of the job's first node, {host}, cannot be resolved here: {error.args[-1]}") from None
+        raise ConfigError(
+            f"the name of the job's first node, {host}, cannot be resolved here: {error.args[-1]}"
+        ) from None
     name = os.environ.get("SLURMD_NODENAME", host)
     if node_rank == 0 and num_nodes > 1 and name.partition(".")[0] != host.partition(".")[0]:
-        raise ConfigError(f"SLURM counts {name} as the job's first node and lists {host} first; cannot tell where to meet")
+        raise ConfigError(
+            f"SLURM counts {name} as the job's first node and lists {host} first; cannot tell where to meet"
+        )
 
 
 def _endpoint() -> tuple[str, int]:
@@ -82,7 +88,9 @@ def _warnings(run_dir: Path, plan: ProcessPlan) -> list[str]:
     found = []
     cores = len(os.sched_getaffinity(0))
     if cores < plan.num_processes:
-        found.append(f"warning: {cores} cores for {plan.num_processes} processes; ask for more by launcher.cpus_per_node")
+        found.append(
+            f"warning: {cores} cores for {plan.num_processes} processes; ask for more by launcher.cpus_per_node"
+        )
     recorded = run_dir / "slurm" / HASH_FILE
     if recorded.is_file() and recorded.read_text().strip() != code_hash():
         found.append("warning: the code is not the one that this run was submitted with")
@@ -113,7 +121,7 @@ def _run(
 
 
 def _stop_before_the_limit(run_dir: Path) -> None:
-    """Watch the clock: stop this job in time for a save should the scheduler's warning be too late, or not come at all."""
+    """Watch the clock: stop this job in time for a save should the scheduler's warning be too late, or not come."""
     end = float(os.environ.get("HP_TRAIN_END") or 0)
     if not end:
         return

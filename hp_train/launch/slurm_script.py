@@ -1,7 +1,7 @@
 """The text of job.sbatch: a pure function of the config and a few paths. No torch.
 
 The script does all that takes SLURM's commands: it starts one launcher on each node through srun, passes on the warning
-before the time limit, and, when the launchers have ended, asks `launch.slurm_end` what to do and does it. Every value is
+before the time limit, and, when the launchers have ended, asks `launch.slurm_end` what to do and does it. Values are
 quoted, for sbatch in the #SBATCH lines and for bash below them, so that no name or path can run anything.
 """
 
@@ -32,7 +32,7 @@ class JobPaths:
 
 
 def job_script(config: TrainerConfig, recipe: str, nproc_per_node: int, paths: JobPaths) -> str:
-    """Return the script that runs `config` as a SLURM job. Raises ConfigError if a path has no place in one."""
+    """Return the script that runs `config` as a SLURM job. Raises ConfigError if a path has no place in it."""
     _check_path(paths.run_dir)
     launcher = config.launcher
     head = [
@@ -131,7 +131,7 @@ def _settings(config: TrainerConfig, paths: JobPaths) -> list[str]:
 
 
 def _body(config: TrainerConfig, paths: JobPaths) -> str:
-    launcher = config.launcher
+    words = "_ code _" if config.launcher.continue_by == "none" else "action code exclude"
     step, judge = _commands(container_of(config), paths)
     return f"""set -u
 restart=${{SLURM_RESTART_COUNT:-0}}
@@ -163,7 +163,7 @@ for _ in 1 2 3 4 5; do
     state=$(timeout 60 scontrol show job "$SLURM_JOB_ID" --oneliner) && break
     sleep 10
 done
-read -r action code exclude < <({judge} "$state" {shlex.quote(paths.config)}) || true
+read -r {words} < <({judge} "$state" {shlex.quote(paths.config)}) || true
 {_continuation(config, paths)}"""
 
 
@@ -203,7 +203,8 @@ def _commands(container: ContainerSection, paths: JobPaths) -> tuple[str, str]:
     deaf = """sh -c 'trap "" USR1; exec "$@"' sh """
     if container.runtime == "pyxis":
         mounts = ",".join(_mounts(container, paths))
-        inside = f'--container-image={shlex.quote(container.image or "")} --container-mounts="$run_dir:$run_dir"{_comma(mounts)}'
+        inside = f"--container-image={shlex.quote(container.image or '')}"
+        inside += f' --container-mounts="$run_dir:$run_dir"{_comma(mounts)}'
         return (
             f"{srun} {inside} {deaf}{launch}",
             f"srun --overlap --nodes=1 --ntasks=1 {inside} {judge}",

@@ -1,6 +1,6 @@
 """Calls of SLURM's commands, and reading what they print. No torch.
 
-Every call has a time limit: SLURM's clients wait for a controller that is down. Parsers are functions of the text alone.
+Every call has a time limit: SLURM's clients wait for a controller that is down. Parsers are functions of a text alone.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Site:
 def missing_tools() -> str | None:
     """Return why SLURM cannot be used here, None if it can."""
     if shutil.which("sbatch") is None:
-        return "launcher=slurm needs SLURM's commands, and there is no sbatch here; submit from a login node of the cluster"
+        return "launcher=slurm needs SLURM's commands, and there is no sbatch here; submit from the cluster's login node"
     return None
 
 
@@ -91,7 +91,9 @@ def test_submission(script: Path) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"sbatch --test-only did not answer in {_PATIENCE_S} s; is the SLURM controller up?") from None
+        raise ConfigError(
+            f"sbatch --test-only did not answer in {_PATIENCE_S} s; is the SLURM controller up?"
+        ) from None
     if done.returncode != 0:
         raise ConfigError(f"the job would be refused: sbatch: {_last_words(done.stderr)}")
     return parse_test_only(done.stderr)
@@ -147,7 +149,7 @@ def read_site(partition: str | None) -> Site:
 
 
 def parse_site(config: str, partitions: str, partition: str | None) -> Site:
-    """Read `scontrol show config` and `scontrol show partition --oneliner`. Raises ConfigError for no such partition."""
+    """Read `scontrol show config` and `scontrol show partition --oneliner`. Raises ConfigError for an unknown one."""
     settings = dict(re.findall(r"^(\w+)\s+= (.*?)\s*$", config, flags=re.MULTILINE))
     by_name = {field_of(line, "PartitionName") or "": line for line in partitions.splitlines() if line.strip()}
     chosen = partition or next((name for name, line in by_name.items() if field_of(line, "Default") == "YES"), "")

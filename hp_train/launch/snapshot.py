@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hp_train.errors
+from hp_train.launch.files import read_json, write_json
 
 FOLDER = "code"
+_PLUGINS = "plugins"  # in it
 HASH_FILE = "code.sha256"  # in the run directory's slurm/
 _NOT_CODE = ("__pycache__", "*.pyc", ".*")
 
@@ -39,6 +41,30 @@ def take_snapshot(run_dir: Path) -> Path | None:
     target = run_dir / FOLDER / package_folder().name
     shutil.copytree(package_folder(), target, ignore=shutil.ignore_patterns(*_NOT_CODE), dirs_exist_ok=True)
     return target.parent
+
+
+def take_plugins(run_dir: Path, capsule: Path) -> None:
+    """Copy the plugins that `capsule` records into the run directory, and have it name the copies.
+
+    A plugin's whole top-level package goes along; one that an installed package brings stays where it is.
+    """
+    found = read_json(capsule) or {}
+    records = found.get("plugins") or []
+    for record in records:
+        folder = record.get("folder")
+        if folder is None or folder in (*site.getsitepackages(), site.getusersitepackages()):
+            continue
+        name = record["name"].partition(".")[0]
+        target = run_dir / FOLDER / _PLUGINS
+        target.mkdir(parents=True, exist_ok=True)
+        package, module = Path(folder) / name, Path(folder) / f"{name}.py"
+        if package.is_dir():
+            shutil.copytree(package, target / name, ignore=shutil.ignore_patterns(*_NOT_CODE), dirs_exist_ok=True)
+        else:
+            shutil.copy(module, target)
+        record["folder"] = str(target)
+    if records:
+        write_json(capsule, found)
 
 
 def code_hash(package: Path | None = None) -> str:

@@ -138,14 +138,15 @@ def run_attempts(
     _say(batch.describe(), *plan.lines, disk, f"run directory {run_dir}", *changes)
     from hp_train.launch.local import launch  # torch is loaded here, when nothing is left to refuse
 
-    end = launch(run_dir, config_path, config, plan, _choose_display(config), stop, ownership, group)
+    end = launch(run_dir, config_path, config, plan, choose_display(config), stop, ownership, group)
     _say(*summarize(run_dir, config, end.outcome))
     if end.report:
         print(*end.report, sep="\n", file=sys.stderr, flush=True)
     return end.outcome.exit_code
 
 
-def _choose_display(config: TrainerConfig) -> Display:
+def choose_display(config: TrainerConfig) -> Display:
+    """Return the live view where stdout is a terminal, else plain lines."""
     random_tokens = config.data.name == "random"
     if sys.stdout.isatty():
         from rich.console import Console

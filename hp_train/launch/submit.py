@@ -22,13 +22,13 @@ from hp_train.launch import slurm_tools
 from hp_train.launch.devices import ProcessPlan, plan_processes
 from hp_train.launch.files import write_text
 from hp_train.launch.run_dir import choose_run_dir
+from hp_train.launch.run_of_job import JOB_ID_FILE, job_of
 from hp_train.launch.slurm_script import JobPaths, job_script
 from hp_train.launch.slurm_tools import Site, SlurmError
-from hp_train.launch.snapshot import FOLDER, HASH_FILE, checkout, code_hash, take_snapshot
+from hp_train.launch.snapshot import FOLDER, HASH_FILE, checkout, code_hash, take_plugins, take_snapshot
 from hp_train.launch.start import write_run_files
 
 SCRIPT = "job.sbatch"
-JOB_ID_FILE = "slurm/job_id"  # the newest id; the script renews it
 _SAVE_BYTES_PER_S = 1e9  # assumed of each node's way to the disk, where no save has been timed
 
 
@@ -70,7 +70,8 @@ def submit_runs(submissions: Sequence[Submission], argv: list[str]) -> str:
     script = script_of(first, base)
     try:
         for item, run_dir in zip(submissions, run_dirs, strict=True):
-            _make_run_dir(run_dir, item, script, argv)
+            _make_run_dir(run_dir)
+            _write_run(run_dir, item, script, argv)
         expected = slurm_tools.test_submission(run_dirs[0] / SCRIPT)
         job_id = slurm_tools.submit(run_dirs[0] / SCRIPT)
     except BaseException:
@@ -95,8 +96,7 @@ def submit_again(item: Submission, run_dir: Path, argv: list[str]) -> str:
             f"`hp-train cancel {shlex.quote(str(run_dir))}`"
         )
     notes = site_notes(item.config)
-    name = write_submission(item, run_dir, argv)
-    write_text(run_dir / SCRIPT, script_of(item, run_dir, name))
+    write_submission(item, run_dir, argv)
     expected = slurm_tools.test_submission(run_dir / SCRIPT)
     job_id = slurm_tools.submit(run_dir / SCRIPT)
     write_text(run_dir / JOB_ID_FILE, job_id)
@@ -104,28 +104,27 @@ def submit_again(item: Submission, run_dir: Path, argv: list[str]) -> str:
     return job_id
 
 
-def write_submission(item: Submission, run_dir: Path, argv: list[str]) -> str:
-    """Write what a further job of a run goes by, its code included, and return the name of its config file."""
+def write_submission(item: Submission, run_dir: Path, argv: list[str]) -> None:
+    """Write what a further job of a run goes by: config, code and script."""
     (run_dir / "slurm").mkdir(exist_ok=True)
     number = 2 + len(list(run_dir.glob("config.submission_*.yaml")))
     recipe, overrides = item.recipe, item.overrides
     path = write_run_files(run_dir, item.config, recipe=recipe, overrides=overrides, argv=argv, submission=number)
-    write_code(item.config, run_dir)
-    return path.name
+    write_code(item.config, run_dir, run_dir / f"capsule.submission_{number}.json")
+    write_text(run_dir / SCRIPT, script_of(item, run_dir, path.name))
 
 
 def active_job(run_dir: Path) -> slurm_tools.Job | None:
     """Return the newest job of a run if it is queued or runs; None if there is none."""
-    try:
-        job_id = (run_dir / JOB_ID_FILE).read_text().strip()
-    except FileNotFoundError:
-        return None
-    job = slurm_tools.find_job(job_id)
+    job_id = job_of(run_dir)
+    job = slurm_tools.find_job(job_id) if job_id is not None else None
     return job if job is not None and job.is_active else None
 
 
 def _tell(job_id: str, item: Submission, expected: str, notes: list[str], run_dirs: list[Path]) -> None:
-    print(f"submitted job {job_id}: {describe(item, plan_processes(item.config))}" + (f"; {expected}" if expected else ""))
+    print(
+        f"submitted job {job_id}: {describe(item, plan_processes(item.config))}" + (f"; {expected}" if expected else "")
+    )
     for line in notes:
         print(f"  {line}")
     for run_dir in run_dirs:
@@ -133,27 +132,36 @@ def _tell(job_id: str, item: Submission, expected: str, notes: list[str], run_di
     print(f"  watch it: hp-train watch {shlex.quote(str(run_dirs[0]))}", flush=True)
 
 
-def _make_run_dir(run_dir: Path, item: Submission, script: str, argv: list[str]) -> None:
+def _make_run_dir(run_dir: Path) -> None:
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     try:
         run_dir.mkdir()
     except FileExistsError:
         if any(run_dir.iterdir()):
             raise ConfigError(f"run directory {run_dir} is not empty; choose a new or an empty folder") from None
+
+
+def make_run(run_dir: Path, item: Submission, argv: list[str]) -> None:
+    """Write a new run, its code and its script into a directory that is there and empty."""
+    _write_run(run_dir, item, script_of(item, run_dir), argv)
+
+
+def _write_run(run_dir: Path, item: Submission, script: str, argv: list[str]) -> None:
     config = item.config
     if item.task is not None or config.trainer.run_dir is not None:
         config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, run_dir=str(run_dir)))
     write_run_files(run_dir, config, recipe=item.recipe, overrides=item.overrides, argv=argv)
     (run_dir / "slurm").mkdir()
-    write_code(config, run_dir)
+    write_code(config, run_dir, run_dir / "capsule.json")
     write_text(run_dir / SCRIPT, script)
 
 
-def write_code(config: TrainerConfig, run_dir: Path) -> None:
-    """Copy the code into the run directory, as launcher.snapshot says, and note its hash."""
+def write_code(config: TrainerConfig, run_dir: Path, capsule: Path) -> None:
+    """Copy code and plugins into the run directory, as launcher.snapshot says, and note the code's hash."""
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
     if config.launcher.snapshot:
         take_snapshot(run_dir)
+        take_plugins(run_dir, capsule)
     write_text(run_dir / "slurm" / HASH_FILE, code_hash() + "\n")
 
 
@@ -214,4 +222,3 @@ def _periodic_saves(config: TrainerConfig) -> str:
     if checkpoint.every is None and checkpoint.every_minutes is not None:
         return f"checkpoint.every_minutes={checkpoint.every_minutes:g}"
     return "nothing: set checkpoint.every or checkpoint.every_minutes"
-
