@@ -32,7 +32,11 @@ _COMMUNICATION = re.compile(
     re.IGNORECASE,
 )
 HUNG_IN_COMMUNICATION = "HungConnection"  # all ranks wait at the same place
-_COMMUNICATION_TYPES = {HUNG_IN_COMMUNICATION, "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError", "EOFError"}
+# What torch and the sockets raise then, and what the pipeline does on ranks that only hear of another rank's end.
+_COMMUNICATION_TYPES = {
+    HUNG_IN_COMMUNICATION, "PipelineError", "PipelineHang", "DistNetworkError", "DistStoreError", "ConnectionResetError",
+    "BrokenPipeError", "EOFError",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

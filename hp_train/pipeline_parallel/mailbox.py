@@ -1,9 +1,13 @@
 """The two ends of an edge: an Outbox sends what a stage made, an Inbox receives into pooled buffers.
 
-Imports torch and siblings. Receives are posted as early as a buffer is free and waited for where they are consumed. A
-buffer is in use from the posting of its receive until the last backward step that may read it, so a pool grows to the
-peak in flight, which the proof knows, and not to the number of micro-batches. A buffer that somebody outside still
-refers to when it should be free (a module that keeps its input) is given up instead of overwritten.
+Imports torch and siblings. Receives are posted as early as the proven number of buffers allows and waited for where
+they are consumed. A buffer is in use from the posting of its receive until the last backward step that may read it, so
+a pool grows to the peak in flight and one ahead of it, not to the number of micro-batches. A buffer that somebody
+outside still refers to when it should be free (a module that keeps its input) is given up instead of overwritten.
+
+On the host the first receive of a pass does not wait for its header: it is posted on trust, for the layouts of the pass
+before. Should the header say otherwise, the sender, who knows as well what was expected, has first sent something of
+the expected layouts to fill what was posted.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hp_train.pipeline_parallel.header import HEADER_LENGTH, TensorLayout, decode, encode, layouts_of
-from hp_train.pipeline_parallel.transport import Edge, Operation, Traffic, Wires
+from hp_train.pipeline_parallel.transport import HEADER, Edge, Operation, Traffic, Wires
 
 MAX_OPEN_SENDS = 2
 """Sends on an edge that may be under way before the sender waits for the oldest: what they send stays allocated."""
@@ -87,9 +91,11 @@ class Outbox:
         self._limit = MAX_OPEN_SENDS if limits_open_sends else None
         self._open: deque[tuple[int, list[dist.Work], list[Tensor]]] = deque()
         self._announced: tuple[tuple[TensorLayout, ...], bool] | None = None
+        self._trusted: tuple[TensorLayout, ...] | None = None
 
     def begin_step(self) -> None:
         """Start a pass: its first values are announced anew."""
+        self._trusted = _worth_trust(self._announced)
         self._announced = None
 
     def prepare(self, values: Sequence[object], uniform: bool, what: str) -> list[Operation]:
@@ -101,8 +107,7 @@ class Outbox:
         if self.edge.traffic is Traffic.BACKWARD:
             tensors = [value for value in values if value is not None]
         else:
-            self._announce(layouts_of(values, what), uniform, what)
-            tensors = list(values)
+            tensors = [*self._announce(layouts_of(values, what), uniform, what), *values]
         return [Operation(True, tensor.detach().contiguous(), self.edge) for tensor in tensors]
 
     def sent(self, micro_index: int, works: list[dist.Work], operations: Sequence[Operation]) -> None:
@@ -130,7 +135,8 @@ class Outbox:
         self._wires.wait_for(works, self.edge, micro_index)
         self._open.popleft()
 
-    def _announce(self, layouts: tuple[TensorLayout, ...], uniform: bool, what: str) -> None:
+    def _announce(self, layouts: tuple[TensorLayout, ...], uniform: bool, what: str) -> list[Tensor]:
+        """Send the header if one is due; return what must go ahead of the values because it was expected."""
         if self._announced is not None and self._announced[1]:
             expected = self._announced[0]
             if layouts != expected:
@@ -138,17 +144,25 @@ class Outbox:
                     f"{what} returns {_listed(layouts)} after {_listed(expected)} from inputs of the same shapes; "
                     "the receiver's buffers would not fit"
                 )
-            return
+            return []
         self._announced = (layouts, uniform)
         header = encode(layouts, uniform)
-        self._open.append((-1, [self._wires.send_header(header, self.edge)], [header]))
+        self._open.append((HEADER, [self._wires.send_header(header, self.edge)], [header]))
+        trusted, self._trusted = self._trusted, None
+        if not self._wires.is_host or trusted is None or _fit(trusted, layouts):
+            return []
+        return [torch.zeros(each.shape, dtype=each.dtype) for each in trusted]
 
 
 class Inbox:
-    """The receiving end of an edge."""
+    """The receiving end of an edge.
 
-    def __init__(self, edge: Edge, wires: Wires, device: torch.device) -> None:
+    most_in_use: for how many micro-batches buffers may be in use at once; a receive comes early only within that.
+    """
+
+    def __init__(self, edge: Edge, wires: Wires, device: torch.device, most_in_use: int) -> None:
         self.edge = edge
+        self._most_in_use = most_in_use
         self.infos: tuple[RecvInfo, ...] = ()
         self.pool = BufferPool(device)
         self._wires = wires
@@ -159,6 +173,8 @@ class Inbox:
         self._layouts: dict[int, tuple[TensorLayout, ...]] = {}  # of micro-batches whose layout is known by itself
         self._uniform_layouts: tuple[TensorLayout, ...] | None = None
         self._header: tuple[Tensor, dist.Work] | None = None
+        self._announced: tuple[tuple[TensorLayout, ...], bool] | None = None
+        self._trusting: int | None = None  # the micro-batch posted on trust, until its header is read
 
     @property
     def is_uniform(self) -> bool:
@@ -170,8 +186,11 @@ class Inbox:
         self._queue = deque(micro_indices)
         self._uniform_layouts = None
         self._layouts.clear()
+        trusted, self._announced = _worth_trust(self._announced), None
         if self._queue:
             self._expect_header()
+            if trusted is not None and self._wires.is_host:
+                self._post_on_trust(trusted)
 
     def expect(self, micro_index: int, layouts: tuple[TensorLayout, ...]) -> None:
         """Say what a backward edge will bring for a micro-batch: the gradients of outputs that were just made."""
@@ -192,10 +211,7 @@ class Inbox:
         self._queue.popleft()
         is_backward = self.edge.traffic is Traffic.BACKWARD
         buffers = [self.pool.take(each) if each.requires_grad or not is_backward else None for each in layouts]
-        self.infos = tuple(
-            RecvInfo(self._peer_global_rank, buffer, each.requires_grad)
-            for each, buffer in zip(layouts, buffers, strict=True)
-        )
+        self._describe(layouts, buffers)
         self._posted[micro_index] = ([], buffers)
         return [Operation(False, buffer, self.edge) for buffer in buffers if buffer is not None]
 
@@ -204,19 +220,15 @@ class Inbox:
         self._posted[micro_index][0].extend(works)
 
     def post_ahead(self) -> None:
-        """Post further receives while their layouts are known and free buffers wait for them."""
-        while self._queue and self.knows_next():
+        """Post further receives while their layouts are known and buffers may be in use for them."""
+        while self._queue and self.knows_next() and len(self._posted) + len(self._held) < self._most_in_use:
             micro_index = self._queue[0]
-            layouts = self._layouts_of(micro_index)
-            crossing = [each for each in layouts if each.requires_grad or self.edge.traffic is not Traffic.BACKWARD]
-            if len({(each.shape, each.dtype) for each in crossing}) != len(crossing):
-                return  # several buffers of one layout: count them where the schedule has its receive
-            if not all(self.pool.has_free(each) for each in crossing):
-                return
             self.posted(micro_index, self._wires.submit(self.prepare(micro_index)))
 
     def take(self, micro_index: int) -> list[Tensor | None]:
         """Wait for the micro-batch and return its buffers; they stay in use until `release`."""
+        if micro_index == self._trusting:
+            self._read_header(micro_index)
         if micro_index not in self._posted:
             self.posted(micro_index, self._wires.submit(self.prepare(micro_index)))
         works, buffers = self._posted[micro_index]
@@ -242,27 +254,70 @@ class Inbox:
         self._held.clear()
         self._header = None
 
+    def _describe(self, layouts: tuple[TensorLayout, ...], buffers: list[Tensor | None]) -> None:
+        self.infos = tuple(
+            RecvInfo(self._peer_global_rank, buffer, each.requires_grad)
+            for each, buffer in zip(layouts, buffers, strict=True)
+        )
+
+    def _post_on_trust(self, trusted: tuple[TensorLayout, ...]) -> None:
+        """Post the first receive of a pass for the layouts of the last one, whatever its header will say."""
+        self._trusting = self._queue.popleft()
+        buffers = [self.pool.take(each) for each in trusted]
+        works = self._wires.submit([Operation(False, buffer, self.edge) for buffer in buffers])
+        self._posted[self._trusting] = (works, buffers)
+
+    def _resolve_trust(self, layouts: tuple[TensorLayout, ...]) -> None:
+        """Now that the first receive's layouts are known: keep it, or let it end and post it anew."""
+        micro_index, self._trusting = self._trusting, None
+        works, buffers = self._posted[micro_index]
+        if _fit([TensorLayout.of(buffer) for buffer in buffers], layouts):
+            self._describe(layouts, buffers)
+            return
+        self._wires.wait_for(works, self.edge, micro_index)
+        del self._posted[micro_index]
+        self._queue.appendleft(micro_index)
+        self.posted(micro_index, self._wires.submit(self.prepare(micro_index)))
+
     def _expect_header(self) -> None:
         if self.edge.traffic is not Traffic.BACKWARD:
             header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
             self._header = (header, self._wires.receive_header(header, self.edge))
 
     def _layouts_of(self, micro_index: int) -> tuple[TensorLayout, ...]:
+        if self._trusting is not None:
+            self._read_header(self._trusting)
         if self._uniform_layouts is not None:
             return self._uniform_layouts
         if micro_index not in self._layouts:
-            assert self._header is not None, f"{self.edge}: no header announces micro-batch {micro_index}"
-            header, work = self._header
-            self._wires.wait_for([work], self.edge, micro_index)
-            layouts, uniform = decode(header)
-            self._layouts[micro_index] = layouts
-            self._header = None
-            if uniform:
-                self._uniform_layouts = layouts
-                self.pool.keep_only(layouts)
-            elif len(self._queue) > 1:
-                self._expect_header()
+            self._read_header(micro_index)
         return self._layouts[micro_index]
+
+    def _read_header(self, micro_index: int) -> None:
+        """Wait for the header that announces this micro-batch, the next one due, and act on it."""
+        assert self._header is not None, f"{self.edge}: no header announces micro-batch {micro_index}"
+        header, work = self._header
+        self._wires.wait_for([work], self.edge, micro_index)
+        layouts, uniform = self._announced = decode(header)
+        self._layouts[micro_index] = layouts
+        self._header = None
+        if uniform:
+            self._uniform_layouts = layouts
+            self.pool.keep_only(layouts)
+        elif any(each != micro_index for each in self._queue):
+            self._expect_header()
+        if self._trusting is not None:
+            self._resolve_trust(layouts)
+
+
+def _worth_trust(announced: tuple[tuple[TensorLayout, ...], bool] | None) -> tuple[TensorLayout, ...] | None:
+    """What the latest header lets both ends expect of the next pass: nothing if layouts change within a pass."""
+    return announced[0] if announced is not None and announced[1] else None
+
+
+def _fit(expected: Sequence[TensorLayout], layouts: Sequence[TensorLayout]) -> bool:
+    """Whether buffers for the one take the other."""
+    return [(each.shape, each.dtype) for each in expected] == [(each.shape, each.dtype) for each in layouts]
 
 
 def _listed(layouts: Sequence[TensorLayout]) -> str:

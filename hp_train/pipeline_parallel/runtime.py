@@ -24,7 +24,7 @@ from hp_train.pipeline_parallel.sentinel import PipelineError, PipelineHang, Sen
 from hp_train.pipeline_parallel.stage import Stage
 from hp_train.pipeline_parallel.step_run import DEFAULT_HANDLERS, TRAFFIC_OF, Handler, StepRun
 from hp_train.pipeline_parallel.trace import Recorder, join_timelines
-from hp_train.pipeline_parallel.transport import Traffic, Wires, edges_of
+from hp_train.pipeline_parallel.transport import Edge, Traffic, Wires, edges_of
 from hp_train.schedule import MetaStep, MetaStepType, Schedule, Span, Timeline, schedule_hash, verify
 from hp_train.schedule.steps import FSDP_TYPES, OVERLAP_TYPES, P2P_TYPES, RECV_TYPES
 
@@ -91,7 +91,7 @@ class PipelineRuntime:
             transport, edges_of(schedule), global_ranks, self.pp_rank, device, timeout_s, self._sentinel.store
         )
         self._inboxes = {
-            (edge.traffic, edge.target_stage): Inbox(edge, self._wires, device)
+            (edge.traffic, edge.target_stage): Inbox(edge, self._wires, device, self._most_in_use(edge))
             for edge in edges_of(schedule)
             if edge.target_rank == self.pp_rank
         }
@@ -240,23 +240,47 @@ class PipelineRuntime:
 
     def _fail(self, error: Exception) -> None:
         """Post the error unless it only echoes another rank's, free the peers, and raise the first cause."""
-        is_echo = self._wires.waiting is not None or self._sentinel.failure is not None
-        hung = "imed out" in str(error)
-        first = self._sentinel.look(patience_s=3.0 if is_echo and not hung else 0.0)
         place = f"pipeline rank {self.pp_rank} (process {self._global_rank}), step {self._position} {self._step}"
-        if first is None:
-            kind = "hang" if is_echo and hung else "error"
-            self._sentinel.post(kind, f"{place}: {type(error).__name__}: {error}")
-            first = self._sentinel.failure
-        self._sentinel.tell_standing()
-        report = self._sentinel.explain_hang() if first["kind"] == "hang" else None
+        try:
+            first = self._first_cause(error, place)
+            self._sentinel.tell_standing()
+            report = self._sentinel.explain_hang() if first["kind"] == "hang" else None
+        except dist.DistError as lost:
+            # Whoever hosts the board is gone, and with it what other ranks may have written there.
+            self._abandon()
+            error.add_note(f"raised on {place}; where the ranks post their causes can't be reached: {lost}")
+            raise error from None
         self._abandon()
         if report is not None:
             raise PipelineHang(f"a pipeline transfer did not end in time\n{report}") from None
-        if first["pp_rank"] != self.pp_rank:
+        if first["kind"] == "lost" or first["pp_rank"] != self.pp_rank:
             raise PipelineError(first["cause"]) from None
         error.add_note(f"raised on {place}")
         raise error
+
+    def _first_cause(self, error: Exception, place: str) -> dict:
+        """What the board says went wrong first; this rank's own error, if nothing stands there."""
+        is_echo = self._wires.waiting is not None or self._sentinel.failure is not None
+        hung = is_echo and "imed out" in str(error)
+        first = self._sentinel.look(patience_s=3.0 if is_echo and not hung else 0.0)
+        if first is not None:
+            return first
+        if hung:
+            self._sentinel.post("hang", f"{place}: {error}")
+        elif is_echo:
+            self._sentinel.post(
+                "lost",
+                f"{self._standing()}; the connection broke and that rank has not said why, so its process has probably "
+                f"been killed: {error}",
+            )
+        else:
+            self._sentinel.post("error", f"{place}: {type(error).__name__}: {error}")
+        return self._sentinel.failure
+
+    def _most_in_use(self, edge: Edge) -> int:
+        """For how many micro-batches an edge's receive buffers are in use at once, as proven."""
+        buffers = self.verification.stage_buffers[edge.target_stage]
+        return {Traffic.FORWARD: buffers.fwd, Traffic.BACKWARD: buffers.bwd, Traffic.DATA: 1}[edge.traffic]
 
     def _abort_transfers(self) -> None:
         if self._wires is not None:

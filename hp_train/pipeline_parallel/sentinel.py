@@ -1,9 +1,9 @@
 """Beside the pipeline: a board that all its ranks see, where the first failure is posted and hangs are explained.
 
-Imports torch's key-value store only. A rank that fails posts its cause and destroys its pipeline groups; that wakes the
-ranks waiting for it, which find the cause here instead of a closed connection, and do the same in turn. A thread looks
-at the board twice a second, so that a rank in the middle of other work stops at its next step, and tells where its
-rank stands when somebody asks.
+Imports torch's key-value store and a sibling. A rank that fails posts its cause and destroys its pipeline groups; that
+wakes the ranks waiting for it, which find the cause here instead of a closed connection, and do the same in turn. A
+thread looks at the board twice a second, so that a rank in the middle of other work stops at its next step, and tells
+where its rank stands when somebody asks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from hp_train.errors import ConfigError, HpTrainError
+from hp_train.pipeline_parallel.transport import NOT_STARTED
 
 _POLL_S = 0.5
 _PATIENCE_S = 3.0
@@ -47,8 +48,10 @@ class Standing:
         text = f"pipeline rank {self.pp_rank} (process {self.global_rank}) stands on step {self.position} {self.step}"
         if self.peer_pp_rank < 0:
             return f"{text}, not waiting for a peer"
+        doing = "waiting for" if self.micro_index != NOT_STARTED else "starting a transfer with"
         what = f"micro-batch {self.micro_index}" if self.micro_index >= 0 else "the header"
-        return f"{text}, waiting for rank {self.peer_pp_rank} over {self.transport}: {self.edge}, {what}"
+        what = f", {what}" if self.micro_index != NOT_STARTED else ""
+        return f"{text}, {doing} rank {self.peer_pp_rank} over {self.transport}: {self.edge}{what}"
 
 
 class Sentinel:

@@ -79,7 +79,9 @@ class StepRun:
             self.outgoing[Traffic.FORWARD, stage_index, micro_index] = outputs
             if self.is_training:
                 layouts = layouts_of(outputs, f"stage {stage_index}")
-                self.inboxes[Traffic.BACKWARD, stage_index].expect(micro_index, layouts)
+                inbox = self.inboxes[Traffic.BACKWARD, stage_index]
+                inbox.expect(micro_index, layouts)
+                self._may_post_ahead(inbox)
         if not self.is_training:
             self._release(Traffic.FORWARD, stage_index, micro_index)
 
@@ -226,8 +228,11 @@ class StepRun:
         inbox = self.inboxes.get((traffic, stage_index))
         if inbox is not None:
             inbox.release(micro_index)
-            if self.wires.queues_edges_apart:
-                self.with_free_buffers.append(inbox)
+            self._may_post_ahead(inbox)
+
+    def _may_post_ahead(self, inbox: Inbox) -> None:
+        if self.wires.may_post_early and inbox not in self.with_free_buffers:
+            self.with_free_buffers.append(inbox)
 
     def _post_ahead(self) -> None:
         """Post receives into buffers that have become free: late enough that no send waits for it, before any wait."""

@@ -1,8 +1,8 @@
 """The wires between pipeline ranks: which process group carries an edge, and how operations are handed to it.
 
 Imports torch and the schedule. An edge is one direction between two stages on different ranks. `plain`, `batch` and
-`boundary` share one group among the pipeline's ranks; `multi_stream` has a group per edge, so that no transfer waits
-behind another edge's. The groups are the runtime's own: data-parallel traffic never mixes with theirs, and after a
+`boundary` share one group among the pipeline's ranks (on the host, one for each direction); `multi_stream` has a group
+per edge, so that no transfer waits behind another edge's. The groups are the runtime's own: data-parallel traffic never mixes with theirs, and after a
 failure they are destroyed, which wakes every peer that waits on them. gloo matches messages by tag, one tag an edge;
 NCCL ignores tags and matches by order, which the proof has shown to agree.
 """
@@ -21,6 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hp_train.schedule import Schedule
+
+
+HEADER, NOT_STARTED = -1, -2
+"""In place of a micro-batch, where a rank waits for a header, or could not even start a transfer."""
 
 
 class Traffic(Enum):
@@ -106,15 +110,19 @@ class Wires:
         own = [edge for edge in edges if pp_rank in (edge.source_rank, edge.target_rank)]
         self._tags = {edge: 1 + number for number, edge in enumerate(edges)}
         self._groups: dict[Edge, _Group] = {}
-        self._header_group: _Group | None = None
+        self._header_groups: dict[Edge, _Group] = {}
         if own:
             self._make_groups(own, store)
             self._warm_up(own)
 
     @property
-    def queues_edges_apart(self) -> bool:
-        """Whether a receive on one edge may be posted before its turn without holding up another edge."""
-        return self.is_host or self._transport == "multi_stream"
+    def may_post_early(self) -> bool:
+        """Whether a receive may be posted ahead of its place in the schedule.
+
+        Not on a GPU: there it is a kernel that waits on the device, and with one hardware queue for all streams what
+        is launched behind it would wait as well. The proven order is the order that can't deadlock.
+        """
+        return self.is_host
 
     @property
     def defers_headers(self) -> bool:
@@ -138,11 +146,11 @@ class Wires:
 
     def send_header(self, header: Tensor, edge: Edge) -> dist.Work:
         """Start sending a header, from host memory over gloo whatever the device."""
-        return self._start(True, header, edge, self._header_group, offset=len(self._tags))
+        return self._start(True, header, edge, self._header_groups[edge], offset=len(self._tags))
 
     def receive_header(self, header: Tensor, edge: Edge) -> dist.Work:
         """Start receiving a header."""
-        return self._start(False, header, edge, self._header_group, offset=len(self._tags))
+        return self._start(False, header, edge, self._header_groups[edge], offset=len(self._tags))
 
     def wait_for(self, works: Sequence[dist.Work], edge: Edge, micro_index: int) -> None:
         """Wait until transfers have ended; on a GPU, make the current stream wait.
@@ -191,12 +199,16 @@ class Wires:
             for group in dict.fromkeys(self._groups.values()):
                 group.backend.shutdown()
         self._groups = {}
-        self._header_group = None
+        self._header_groups = {}
         self._arrivals.clear()
 
     def _start(self, is_send: bool, tensor: Tensor, edge: Edge, group: _Group, offset: int = 0) -> dist.Work:
         start = group.backend.send if is_send else group.backend.recv
-        return start([_as_carried(tensor)], group.rank_of[self._peer(edge)], self._tags[edge] + offset)
+        try:
+            return start([_as_carried(tensor)], group.rank_of[self._peer(edge)], self._tags[edge] + offset)
+        except RuntimeError:
+            self.waiting = (edge, NOT_STARTED)  # the peer's end is gone: an echo, as a failed wait would be
+            raise
 
     def _peer(self, edge: Edge) -> int:
         return edge.target_rank if edge.source_rank == self._pp_rank else edge.source_rank
@@ -204,13 +216,18 @@ class Wires:
     def _make_groups(self, own: Sequence[Edge], store: dist.Store) -> None:
         everyone = tuple(range(len(self.global_ranks)))
         if self._transport == "multi_stream":
-            ends = {edge: (edge.source_rank, edge.target_rank) for edge in own}
-            self._groups = {edge: self._make_group(store, f"edge_{self._tags[edge]}", ends[edge]) for edge in own}
+            for edge in own:
+                ends = (edge.source_rank, edge.target_rank)
+                self._groups[edge] = self._make_group(store, f"edge_{self._tags[edge]}", ends)
+        elif self.is_host:
+            # One for each direction: a connection of gloo is one lock between its thread, which takes in what comes,
+            # and the caller, who sends; and a thread that is put aside while holding it stops its caller for as long.
+            directions = {is_up: self._make_group(store, f"edges_{is_up}", everyone) for is_up in (False, True)}
+            self._groups = {edge: directions[edge.source_rank < edge.target_rank] for edge in own}
         else:
             self._groups = dict.fromkeys(own, self._make_group(store, "edges", everyone))
-        shares_headers = self.is_host and self._transport != "multi_stream"
-        self._header_group = (
-            self._groups[own[0]] if shares_headers else self._make_group(store, "headers", everyone, True)
+        self._header_groups = (
+            self._groups if self.is_host else dict.fromkeys(own, self._make_group(store, "headers", everyone, True))
         )
 
     def _make_group(self, store: dist.Store, name: str, pp_ranks: tuple[int, ...], on_host: bool = False) -> _Group:

@@ -9,7 +9,7 @@ proven schedules only.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hp_train.errors import ScheduleError
 from hp_train.schedule.events import Dissection, Event, Findings, Route, slot_text
@@ -39,8 +39,9 @@ class Verification:
 
     violations: one readable sentence each; empty when proven.
     peak_activations: per rank, the most activations alive at once, released at BWD or BWD_INPUT, swapped ones absent.
-    recv_buffers: per rank, the most received tensors held at once: from the receive to the BWD or BWD_WEIGHT that uses
-        them last.
+    recv_buffers: per rank, the most receive buffers in use at once: from the receive to the BWD or BWD_WEIGHT that
+        uses it last, and, wherever the schedule's own receives do not run ahead, one into which the next tensor comes
+        while the stage works on the one before.
     stage_buffers: the same per stage and direction.
     """
 
@@ -218,25 +219,61 @@ def _check_data(parts: Dissection, findings: Findings) -> None:
 
 
 def _count_buffers(schedule: Schedule, rows: list[list[Event]]) -> tuple[tuple[int, ...], tuple[StageBuffers, ...]]:
-    """Most received tensors held at once, per rank and per stage and direction."""
+    """Most receive buffers in use at once, per rank and per stage and direction."""
     most: Counter[tuple[MetaStepType, int]] = Counter()
     rank_most = []
     for row in rows:
-        held: set[tuple[MetaStepType, int, int]] = set()
-        num_held: Counter[tuple[MetaStepType, int]] = Counter()
-        peak = 0
+        pools: dict[tuple[MetaStepType, int], _Pool] = {}
+        for event in row:
+            if event.step.meta_type in (_T.FWD_RECV, _T.BWD_RECV):
+                pools.setdefault((event.step.meta_type, event.step.stage_index), _Pool()).num_to_use += 1
+        needed = peak = 0
         for event in row:
             kind, stage, micro = event.step.meta_type, event.step.stage_index, event.step.micro_index
-            if kind is _T.FWD_RECV or kind is _T.BWD_RECV:
-                held.add((kind, stage, micro))
-                num_held[kind, stage] += 1
-                most[kind, stage] = max(most[kind, stage], num_held[kind, stage])
-                peak = max(peak, len(held))
-            elif kind is _T.BWD or kind is _T.BWD_WEIGHT:
-                for receive in (_T.FWD_RECV, _T.BWD_RECV):
-                    if (receive, stage, micro) in held:
-                        held.remove((receive, stage, micro))
-                        num_held[receive, stage] -= 1
+            for receive, change in _BUFFER_CHANGES.get(kind, ()):
+                pool = pools.get((receive, stage))
+                if pool is not None:
+                    needed -= pool.needed
+                    change(pool, micro)
+                    needed += pool.needed
+                    most[receive, stage] = max(most[receive, stage], pool.needed)
+                    peak = max(peak, needed)
         rank_most.append(peak)
     per_stage = tuple(StageBuffers(most[_T.FWD_RECV, s], most[_T.BWD_RECV, s]) for s in range(schedule.num_stages))
     return tuple(rank_most), per_stage
+
+
+@dataclass(slots=True)
+class _Pool:
+    """The receive buffers of one stage and direction, while walking along its rank."""
+
+    num_to_use: int = 0
+    received: set[int] = field(default_factory=set)
+    in_use: set[int] = field(default_factory=set)
+
+    @property
+    def needed(self) -> int:
+        """Buffers for what has been received, or for what is in use and one more, if there is more to come."""
+        return max(len(self.received), len(self.in_use) + (self.num_to_use > 0))
+
+    def receive(self, micro: int) -> None:
+        self.received.add(micro)
+
+    def use(self, micro: int) -> None:
+        self.in_use.add(micro)
+        self.num_to_use -= 1
+
+    def release(self, micro: int) -> None:
+        self.received.discard(micro)
+        self.in_use.discard(micro)
+
+
+_BUFFER_CHANGES = {
+    _T.FWD_RECV: ((_T.FWD_RECV, _Pool.receive),),
+    _T.BWD_RECV: ((_T.BWD_RECV, _Pool.receive),),
+    _T.FWD: ((_T.FWD_RECV, _Pool.use),),
+    _T.BWD_INPUT: ((_T.BWD_RECV, _Pool.use),),
+    _T.BWD: ((_T.BWD_RECV, _Pool.use), (_T.BWD_RECV, _Pool.release), (_T.FWD_RECV, _Pool.release)),
+    _T.BWD_WEIGHT: ((_T.BWD_RECV, _Pool.release), (_T.FWD_RECV, _Pool.release)),
+}
+"""What each kind of step does to which pools of its stage, in order."""

@@ -1,12 +1,17 @@
-"""Headers and pooled receive buffers."""
+"""Headers, pooled receive buffers, and how far the two ends of an edge run ahead."""
 
 from __future__ import annotations
 
+from collections import deque
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import Tensor
 
 from hp_train.pipeline_parallel.header import HEADER_LENGTH, TensorLayout, decode, encode, layouts_of
-from hp_train.pipeline_parallel.mailbox import BufferPool
+from hp_train.pipeline_parallel.mailbox import BufferPool, Inbox, Outbox
+from hp_train.pipeline_parallel.transport import Edge, Operation, Traffic
 
 CPU = torch.device("cpu")
 
@@ -57,3 +62,94 @@ def test_buffers_of_other_shapes_are_dropped() -> None:
     assert pool.num_free == 1
     pool.keep_only([new])
     assert pool.num_free == 0
+
+
+class Channel:
+    """Both ends' wires of one edge, in one process: messages by kind in order, and gloo's rule that sizes must agree."""
+
+    is_host = True
+    global_ranks = (0, 1)
+
+    def __init__(self) -> None:
+        self.sent: dict[str, deque[Tensor]] = {"header": deque(), "tensor": deque()}
+        self.log: list[str] = []
+
+    def submit(self, operations: list[Operation]) -> list[SimpleNamespace]:
+        return [self._start("tensor", op.is_send, op.tensor) for op in operations]
+
+    def send_header(self, header: Tensor, edge: Edge) -> SimpleNamespace:
+        return self._start("header", True, header)
+
+    def receive_header(self, header: Tensor, edge: Edge) -> SimpleNamespace:
+        return self._start("header", False, header)
+
+    def wait_for(self, works: list[SimpleNamespace], edge: Edge, micro_index: int) -> None:
+        for work in works:
+            work.wait()
+
+    def _start(self, kind: str, is_send: bool, tensor: Tensor) -> SimpleNamespace:
+        self.log.append(f"{'send' if is_send else 'receive'} {kind}")
+        if is_send:
+            self.sent[kind].append(tensor.clone())
+            return SimpleNamespace(wait=lambda: None)
+        done: list[Tensor] = []
+
+        def wait() -> None:
+            if not done:
+                done.append(self.sent[kind].popleft())
+                assert done[0].shape == tensor.shape and done[0].dtype == tensor.dtype, "gloo would abort the process"
+                tensor.copy_(done[0])
+
+        return SimpleNamespace(wait=wait)
+
+
+PASSES = {  # per pass, the outputs' rows by micro-batch; one header serves all if they agree
+    "same": [[3, 3, 3]] * 3,
+    "others in the next pass": [[3, 3], [5, 5], [5, 5], [2, 2]],
+    "others within a pass": [[3, 3], [3, 4, 3], [4, 3], [4, 4, 4], [5, 4], [5, 5]],
+    "nothing in it": [[0, 0], [3, 3], [0, 0]],
+}
+
+
+@pytest.mark.parametrize("case", PASSES)
+def test_the_first_receive_is_posted_before_its_header_and_any_shapes_arrive(case: str) -> None:
+    edge, channel = Edge(Traffic.FORWARD, 0, 1, 0, 1), Channel()
+    outbox = Outbox(edge, channel, limits_open_sends=True)
+    inbox = Inbox(edge, channel, CPU, most_in_use=2)
+    was_uniform = False
+    for rows in PASSES[case]:
+        channel.log.clear()
+        inbox.begin_step(range(len(rows)))
+        outbox.begin_step()
+        assert channel.log == ["receive header", *["receive tensor"] * 2 * was_uniform]
+        uniform = was_uniform = len(set(rows)) == 1
+        for micro_index, count in enumerate(rows):
+            values = (torch.randn(count, 2), torch.full((count,), micro_index))
+            operations = outbox.prepare(values, uniform, "stage 0")
+            outbox.sent(micro_index, channel.submit(operations), operations)
+            arrived = inbox.take(micro_index)
+            assert all(torch.equal(*pair) for pair in zip(arrived, values, strict=True))
+            assert [info.buffer.shape for info in inbox.infos] == [value.shape for value in values]
+            del arrived
+            inbox.release(micro_index)
+        outbox.finish()
+        assert not any(channel.sent.values())
+
+
+def test_receives_run_ahead_as_far_as_buffers_are_proven() -> None:
+    edge, channel = Edge(Traffic.BACKWARD, 1, 0, 1, 0), Channel()
+    inbox = Inbox(edge, channel, CPU, most_in_use=3)
+    inbox.begin_step(range(6))
+    for micro_index in range(6):
+        inbox.expect(micro_index, (TensorLayout((2,), torch.float32, True), TensorLayout((2,), torch.bool, False)))
+    inbox.post_ahead()
+    assert channel.log == ["receive tensor"] * 3  # a gradient each for the one tensor that has one
+    channel.sent["tensor"].extend(torch.full((2,), float(index)) for index in range(6))
+    for micro_index in range(6):
+        gradient, nothing = inbox.take(micro_index)
+        assert gradient[0] == micro_index and nothing is None
+        inbox.post_ahead()
+        assert len(channel.log) == min(6, micro_index + 3)
+        del gradient
+        inbox.release(micro_index)
+    assert inbox.pool.num_free == 3

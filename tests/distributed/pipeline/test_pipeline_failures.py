@@ -108,6 +108,26 @@ def test_a_hang_says_where_every_rank_stands() -> None:
     assert results[1][0] in ("PipelineHang", "PipelineError"), results[1]
 
 
+def _losing(rank: int, world_size: int) -> tuple[str, str, float]:
+    runtime = runtime_of(rank, world_size, Stage(rank == world_size - 1), "plain")
+    if rank == 1:  # all connections closed without a word: what its peers see of a process that is killed
+
+        def vanish(run, step) -> None:
+            runtime._abandon()
+            time.sleep(6)
+
+        runtime.register(MetaStepType.BWD, vanish)
+    return outcome_of(runtime)
+
+
+def test_a_rank_that_vanishes_is_named_on_all_others() -> None:
+    results = run_ranks(3, _losing)
+    for rank in (0, 2):
+        name, message, seconds = results[rank]
+        assert name == "PipelineError" and seconds < 10, (rank, name, message, seconds)
+        assert "rank 1 over plain" in message and "probably been killed" in message, message
+
+
 def _disagreeing(rank: int, world_size: int) -> str:
     schedule = lower(build_schedule("1f1b" if rank else "gpipe", world_size, 4), "plain")
     with pytest.raises(ValueError, match="different schedules or transports") as raised:
