@@ -13,6 +13,7 @@ import sys
 
 from hp_train.errors import ScheduleError
 from hp_train.schedule.builders import build_schedule
+from hp_train.schedule.registry import normalize_schedule_name
 from hp_train.schedule.steps import MetaStep, Schedule
 from hp_train.schedule.text import load_schedule
 
@@ -38,12 +39,15 @@ def open_schedule(
         schedule = load_schedule(source.removeprefix(FILE_PREFIX))
         _check_file_sizes(schedule, pp_size, num_microbatches, stages_per_rank)
         return schedule
+    builder = _BUILDER.fullmatch(source)
+    if builder is None:
+        normalize_schedule_name(source)  # a name that is unknown is so whatever the sizes
     if pp_size is None or num_microbatches is None:
         raise ScheduleError(f"{source}: needs a number of ranks (--pp) and of micro-batches (--microbatches)")
-    if match := _BUILDER.fullmatch(source):
+    if builder is not None:
         if not allow_code:
             raise ScheduleError(f"{source}: a builder can't be named here; save its schedule and use {FILE_PREFIX}PATH")
-        return _call_builder(match[1], match[2], pp_size, num_microbatches, stages_per_rank)
+        return _call_builder(builder[1], builder[2], pp_size, num_microbatches, stages_per_rank)
     return build_schedule(source, pp_size, num_microbatches, stages_per_rank)
 
 
