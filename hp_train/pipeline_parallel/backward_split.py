@@ -6,8 +6,9 @@ A node on the way whose other edges lead to parameters is a *frontier* node: the
 arrives at it, the second half starts from there and computes only what leads to parameters. The same kernels run on
 the same numbers in the same order as in an undivided backward, so the gradients are bitwise equal; parameters are
 accumulated by the engine itself, so their hooks fire, once. (A hook on an activation that is the direct result of an
-operation with a weight runs in both halves; what it returns counts once.) Parameters are found in the graph, not in
-the module: a sharded module shows other tensors by the time the second half runs.
+operation with a weight runs in both halves; what it returns counts once. The one sum whose order may differ is that of
+a parameter with three uses or more, of which some multiply activations and others only parameters.) Parameters are
+found in the graph, not in the module: a sharded module shows other tensors by the time the second half runs.
 """
 
 from __future__ import annotations

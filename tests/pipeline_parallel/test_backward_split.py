@@ -232,4 +232,8 @@ def test_any_graph(operations: list[tuple[str, int, int]]) -> None:
     inputs = [torch.randn(4, 4), torch.randn(4, 4)]
     expected, actual = (run(module, inputs, (), halves) for module, halves in ((whole, False), (halved, True)))
     assert all(map(same, expected, actual))
-    assert all(same(left.grad, right.grad) for left, right in zip(whole.parameters(), halved.parameters(), strict=True))
+    for left, right in zip(whole.parameters(), halved.parameters(), strict=True):
+        assert (left.grad is None) == (right.grad is None)
+        if left.grad is not None:
+            # Three uses or more may be summed in another order: a few roundings, where a missing term is of order one.
+            torch.testing.assert_close(left.grad, right.grad, rtol=1e-4, atol=1e-4 * left.grad.abs().max().item())
