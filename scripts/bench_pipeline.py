@@ -1,7 +1,7 @@
 """The pipeline engine against torch.distributed.pipelining: step time and peak live bytes, same model, same gloo.
 
-    python scripts/bench_pipeline.py              # everything, about two minutes on two cores
-    python scripts/bench_pipeline.py time --dim 64 --schedule 1f1b
+    python scripts/bench_pipeline.py              # everything, about five minutes on two cores
+    python scripts/bench_pipeline.py time --dim 64 --schedule 1f1b --microbatches 8 --seconds 30
     python scripts/bench_pipeline.py memory
     python scripts/bench_pipeline.py overhead
 
@@ -14,8 +14,8 @@ floor that is printed beside. Memory: torch keeps m receive buffers a stage and 
 needs its peak in flight, so the peak at m = 32 should be lower by at least the difference.
 
 Two processes, one thread each. Engines take turns step by step, A B A B, in the same processes; a step's time is that
-of the slower rank, a ratio the median of the ratios of neighbouring steps. The ratio of the best steps says what a
-busy machine hides.
+of the slower rank, a ratio the median of the ratios of neighbouring steps, with the interval in which that median lies
+with 95 % confidence. The ratio of the best steps says what a busy machine hides.
 """
 
 from __future__ import annotations
@@ -176,14 +176,34 @@ def measure_floor(shape: Shape, name: str, num_microbatches: int, rank: int) -> 
     return (num_microbatches + (PP_SIZE - 1) / stages_per_rank) * both.item()
 
 
-def bench_time(rank: int, dim: int, name: str, bound: float, num_microbatches: int, transport: str) -> dict:
-    shape = SHAPES[dim]
+def turns_of(ours: Ours, theirs: Torchs, seconds: float) -> list[tuple[float, float]]:
+    """Steps of both in turn, as many pairs as the time allows, and at least eight."""
+    turns: list[tuple[float, float]] = []
+    end = time.monotonic() + seconds
+    while True:
+        turns.append((timed_turn(ours), timed_turn(theirs)))
+        goes_on = torch.tensor(int(len(turns) < 8 or time.monotonic() < end))
+        dist.all_reduce(goes_on, op=dist.ReduceOp.MIN)
+        if not goes_on:
+            return turns
+
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """Where the median lies with 95 % confidence, whatever the distribution: order statistics by the binomial law."""
+    ordered, reach = sorted(values), 0.98 * len(values) ** 0.5
+    middle = (len(ordered) - 1) / 2
+    return ordered[max(0, round(middle - reach))], ordered[min(len(ordered) - 1, round(middle + reach))]
+
+
+def bench_time(
+    rank: int, dim: int, name: str, bound: float, num_microbatches: int, options: argparse.Namespace
+) -> dict:
+    shape, transport = SHAPES[dim], options.transport
     ours, theirs = Ours(shape, name, num_microbatches, rank, transport), Torchs(shape, name, num_microbatches, rank)
     losses = [ours.step(), theirs.step()]
     if losses[0] is not None:
         assert torch.allclose(losses[0], losses[1]), f"the engines disagree on the loss: {losses}"
-    num_turns = (20 if dim == 64 else 8) * (2 if num_microbatches < 32 else 1)
-    turns = [(timed_turn(ours), timed_turn(theirs)) for _ in range(num_turns)]
+    turns = turns_of(ours, theirs, options.seconds)
     floor = measure_floor(shape, name, num_microbatches, rank)
     ours.close()
     return {
@@ -191,6 +211,7 @@ def bench_time(rank: int, dim: int, name: str, bound: float, num_microbatches: i
         "ours_ms": 1e3 * statistics.median(a for a, _ in turns),
         "torch_ms": 1e3 * statistics.median(b for _, b in turns),
         "ratio": statistics.median(a / b for a, b in turns), "bound": bound, "floor_ms": 1e3 * floor,
+        "interval": median_interval([a / b for a, b in turns]), "num_turns": len(turns),
         "best_ratio": min(a for a, _ in turns) / min(b for _, b in turns),
     }  # fmt: skip
 
@@ -285,8 +306,8 @@ def worker(rank: int, world_size: int, options: argparse.Namespace) -> dict[str,
             if (options.dim or dim) != dim or (options.schedule or name) != name:
                 continue
             if options.what in ("all", "time"):
-                for num_microbatches in (8, 32):
-                    row = bench_time(rank, dim, name, bound, num_microbatches, options.transport)
+                for num_microbatches in [options.microbatches] if options.microbatches else (8, 32):
+                    row = bench_time(rank, dim, name, bound, num_microbatches, options)
                     results["time"].append(row)
                     if rank == 0:
                         print(describe_time(row), flush=True)
@@ -301,7 +322,7 @@ def describe_time(row: dict) -> str:
     return (
         f"dim {row['dim']:3} {row['schedule']:16} m {row['m']:2} {row['transport']:12} "
         f"ours {row['ours_ms']:7.2f} ms  torch {row['torch_ms']:7.2f} ms  ratio {row['ratio']:.3f} "
-        f"(bound {row['bound']:.2f}: {'met' if row['ratio'] <= row['bound'] else 'MISSED'})  "
+        f"[{row['interval'][0]:.3f}, {row['interval'][1]:.3f}] of {row['num_turns']} turns (bound {row['bound']:.2f}: {'met' if row['ratio'] <= row['bound'] else 'MISSED'})  "
         f"best steps {row['best_ratio']:.3f}  floor {row['floor_ms']:7.2f} ms"
     )
 
@@ -334,6 +355,8 @@ def main() -> int:
     parser.add_argument("what", nargs="?", default="all", choices=("all", "time", "memory", "overhead"))
     parser.add_argument("--dim", type=int, choices=tuple(SHAPES))
     parser.add_argument("--schedule", choices=("gpipe", "1f1b", "interleaved_1f1b"))
+    parser.add_argument("--microbatches", type=int, choices=(8, 32))
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long the engines take turns in each case")
     parser.add_argument("--transport", default="plain", choices=("plain", "batch", "multi_stream", "boundary"))
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
