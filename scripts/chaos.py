@@ -87,14 +87,18 @@ class Victim:
         """Return the newest attempt."""
         return max((int(path.name.split("_")[1]) for path in self.folder.glob("logs/attempt_*")), default=0)
 
+    def has_begun(self, attempt: int) -> bool:
+        """Say whether the workers of `attempt` stand and have loaded what they go on from."""
+        return (self.folder / f"logs/attempt_{attempt}/attempt.json").exists()
+
     def workers(self) -> list[psutil.Process]:
         """Return the living workers of this run, whoever started them."""
         found = []
         for process in psutil.process_iter(["cmdline", "status"]):
             line = process.info["cmdline"] or []
-            if "hp_train.launch.worker" in line and any(str(self.folder) in word for word in line):
-                if process.info["status"] != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+            is_ours = "hp_train.launch.worker" in line and any(str(self.folder) in word for word in line)
+            if is_ours and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
         return found
 
     def wait_for(self, what: str, happened: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
@@ -137,7 +141,7 @@ def kill_rank(victim: Victim, dice: random.Random) -> None:
     if victim.ended():
         check(victim.end() == 1, "a killed rank must end the run with status 1")
         return
-    victim.wait_for("a step of the new attempt", lambda: (victim.folder / f"logs/attempt_{before + 1}/attempt.json").exists())
+    victim.wait_for("the new attempt", lambda: victim.has_begun(before + 1))
     terminate(victim, dice)
 
 
@@ -219,7 +223,7 @@ def stop_a_rank(victim: Victim, dice: random.Random) -> None:
     victim.wait_for("the watchdog", lambda: victim.ended() or victim.attempt() > before, 30.0)
     check(time.monotonic() - stopped_at < 8 + 12, "the watchdog came late")
     if not victim.ended():
-        victim.wait_for("the new attempt", lambda: (victim.folder / f"logs/attempt_{before + 1}/attempt.json").exists())
+        victim.wait_for("the new attempt", lambda: victim.has_begun(before + 1))
         terminate(victim, dice)
 
 
@@ -257,9 +261,7 @@ def play_round(victim: Victim, kind: str, dice: random.Random, max_steps: int) -
     victim.start(*(["launcher.max_restarts=1"] if dice.random() < 0.5 else ["launcher.max_restarts=0"]))
     target = (expected.step if expected else 0) + dice.randint(1, STEPS_PER_ROUND)
     first = attempt_before + 1
-    victim.wait_for(
-        "the first step", lambda: victim.ended() or (victim.folder / f"logs/attempt_{first}/attempt.json").exists()
-    )
+    victim.wait_for("the first step", lambda: victim.ended() or victim.has_begun(first))
     victim.come_to(min(target, max_steps - 1))
     check(not victim.ended(), f"the run ended before it was disturbed: see {victim.log}")
     KINDS[kind][1](victim, dice)

@@ -8,8 +8,8 @@
       COMMITTED        SHA-256 of manifest.json, written last
     checkpoints/latest     the name of the last one that was committed; for people and tools, nothing here reads it
 
-A checkpoint grows as `step_N.attempt_A.saving` and gets its name once COMMITTED is in it. Each byte is covered: tensors and JSON
-by the manifest, the manifest by COMMITTED, COMMITTED by the exact form it must have.
+A checkpoint grows as `step_N.attempt_A.saving` and gets its name once COMMITTED is in it. Each byte is covered: tensors
+and JSON by the manifest, the manifest by COMMITTED, COMMITTED by the exact form it must have.
 """
 
 from __future__ import annotations

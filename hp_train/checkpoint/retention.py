@@ -18,9 +18,10 @@ _LOGGER = logging.getLogger(__name__)
 def prune(checkpoints_dir: Path, *, saved_step: int, keep_last: int, keep_every: int | None = None) -> None:
     """Keep the checkpoint of `saved_step` and the newest complete ones before it, `keep_last` in all.
 
-    Complete ones of steps that `keep_every` divides stay beyond that number. Left-overs of interrupted saves go, and so does everything beyond `saved_step`: such checkpoints were passed over
-    when the run resumed from an earlier one, and describe steps that are being taken again. A folder that cannot be
-    removed is a warning; the save itself has succeeded.
+    Complete ones of steps that `keep_every` divides stay beyond that number. Left-overs of interrupted saves go, and so
+    does everything beyond `saved_step`: such checkpoints were passed over when the run resumed from an earlier one, and
+    describe steps that are being taken again. A folder that cannot be removed is a warning; the save itself has
+    succeeded.
     """
     assert keep_last >= 1, f"keep_last={keep_last} would delete the checkpoint just written"
     if not is_committed(checkpoints_dir / folder_name(saved_step)):

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prune",
         action="store_true",
-        help="delete what is unfinished, damaged, or beyond checkpoint.keep_last and keep_every; checks as --verify does",
+        help="delete what is unfinished, damaged, or beyond checkpoint.keep_last and keep_every; verifies first",
     )
 
 
@@ -107,4 +107,5 @@ def _settings(run_dir: Path) -> CheckpointSection:
         given = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["checkpoint"]
         return CheckpointSection(keep_last=int(given["keep_last"]), keep_every=given.get("keep_every"))
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{run_dir / 'config.yaml'} does not say what to keep: {' '.join(str(error).split())}") from None
+        why = " ".join(str(error).split())
+        raise ConfigError(f"{run_dir / 'config.yaml'} does not say what to keep: {why}") from None

@@ -53,7 +53,8 @@ class RunAgent(LocalElasticAgent):
 
     def ranks(self) -> dict[int, int]:
         """Return local rank -> rank in the job of this machine's workers; empty before the rendezvous."""
-        return {worker.local_rank: worker.global_rank for worker in self._worker_group.workers if worker.global_rank >= 0}
+        workers = self._worker_group.workers
+        return {worker.local_rank: worker.global_rank for worker in workers if worker.global_rank >= 0}
 
     def worker_pids(self) -> dict[int, int]:
         """Return local rank -> pid of the workers that have not ended yet; empty before the start."""

@@ -38,8 +38,9 @@ _TAKEN = (*STOP_SIGNALS, _PARENT_DIED, TELL_STANDING)
 def hold_on(stop: StopRequest, failed_mark: Path, tell_standing: Callable[[], None] = lambda: None) -> None:
     """Tie this worker to its launcher; call before torch is imported, since threads inherit the blocked signals.
 
-    TELL_STANDING calls `tell_standing` in a thread of its own. SIGINT, SIGTERM and SIGHUP set `stop`, unless `failed_mark` exists: then the worker exits at once, with
-    nothing saved, because its peers are gone. When the launcher dies the worker's process group is killed.
+    TELL_STANDING calls `tell_standing` in a thread of its own. The stop signals set `stop`, unless `failed_mark`
+    exists: then the worker exits at once, with nothing saved, because its peers are gone. When the launcher dies the
+    worker's process group is killed.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN)
     os.register_at_fork(after_in_child=_let_go)

@@ -3,8 +3,8 @@
 Workers note what they do on a board in shared memory (`training.progress`). When no rank of this machine has noted
 anything for longer than the limit, two signals ask each worker where it is: one is answered by the C code of
 faulthandler, which writes the stacks of all threads even while the interpreter is blocked; the other by a thread that
-knows more (which collective, which step of a pipeline schedule), if the interpreter lets it run. Before the first optimizer step is
-through the limit is another, longer one: models are built, compiled and loaded then.
+knows more (which collective, which step of a pipeline schedule), if the interpreter lets it run. Before the first
+optimizer step is through the limit is another, longer one: models are built, compiled and loaded then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ANSWER_WITHIN_S = 2.0
 
 
 class Watchdog:
-    """Watches the workers of this machine through one attempt. `ranks[slot]` is the rank of each local one."""
+    """Watches the workers of this machine, one slot of the board each, through one attempt."""
 
     def __init__(self, num_slots: int, *, first_step_timeout_s: float, failure_timeout_s: float) -> None:
         self.board = Board.create(_board_path(), num_slots)
@@ -64,7 +64,9 @@ class Watchdog:
                 return False
         return True
 
-    def examine(self, pids: Mapping[int, int], rank_dirs: Mapping[int, Path], ranks: Mapping[int, int]) -> list[Standing]:
+    def examine(
+        self, pids: Mapping[int, int], rank_dirs: Mapping[int, Path], ranks: Mapping[int, int]
+    ) -> list[Standing]:
         """Ask the workers (slot -> pid) where they are and return what is found, by rank."""
         for slot, pid in pids.items():
             for number in (TELL_STANDING, SHOW_STACKS):

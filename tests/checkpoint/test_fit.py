@@ -10,8 +10,8 @@ import torch
 
 from hp_train.checkpoint.fit import checkpoint_changes, checkpoint_misfits, identity, steps_misfits
 from hp_train.checkpoint.save import save_checkpoint
-from hp_train.checkpoint.storage import SavePolicy
 from hp_train.checkpoint.state import CheckpointState
+from hp_train.checkpoint.storage import SavePolicy
 from hp_train.config.schema import ModelSection, TrainerConfig
 from hp_train.launch.start import _overrides_yaml, _to_yaml
 from hp_train.models.llama import Llama

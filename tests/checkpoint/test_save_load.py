@@ -18,8 +18,8 @@ from hp_train.checkpoint.metadata_json import decode_metadata
 from hp_train.checkpoint.retention import prune
 from hp_train.checkpoint.safetensors_file import DTYPE_CODES
 from hp_train.checkpoint.save import save_checkpoint, write_shards
-from hp_train.checkpoint.storage import SavePolicy
 from hp_train.checkpoint.state import CheckpointState
+from hp_train.checkpoint.storage import SavePolicy
 from hp_train.checkpoint.tensor_shard import shard_of
 from tests.checkpoint.whole_runs import assert_same_bits, save_steps, tensors_of, tiny_state
 

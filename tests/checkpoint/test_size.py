@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hp_train.checkpoint.save import save_checkpoint
-from hp_train.checkpoint.storage import SavePolicy
 from hp_train.checkpoint.size import checkpoint_bytes
 from hp_train.checkpoint.state import CheckpointState
+from hp_train.checkpoint.storage import SavePolicy
 from hp_train.config.schema import ModelSection
 from hp_train.models.shapes import parameter_shapes
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from hp_train.checkpoint.save import save_checkpoint
-from hp_train.checkpoint.storage import SavePolicy
 from hp_train.checkpoint.state import CheckpointState
+from hp_train.checkpoint.storage import SavePolicy
 
 
 def tiny_state(seed: int, *, steps: int = 1, progress: dict | None = None) -> CheckpointState:

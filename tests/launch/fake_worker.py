@@ -1,8 +1,9 @@
 """A worker whose trainer does as a plan file says; run by the launcher in place of `hp_train.launch.worker`.
 
 RUN_DIR/fake.json, keyed by rank: {"2": {"at": 3, "do": "raise"}}, in the first attempt unless "attempt" names another;
-a list holds several. With "commit" rank 0 leaves a complete checkpoint, without tensors, after every step. Every rank takes steps of STEP_S seconds with one
-all_reduce each, in which the ranks also agree on a stop, as the real trainer does.
+a list holds several. With "commit" rank 0 leaves a complete checkpoint, without tensors, after every step. Every rank
+takes steps of STEP_S seconds with one all_reduce each, in which the ranks also agree on a stop, as the real trainer
+does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ import subprocess
 import sys
 import time
 
-from hp_train.checkpoint.layout import COMMITTED, MANIFEST, METADATA, PROGRESS, Manifest, commit_mark, digest, folder_name
+from hp_train.checkpoint.layout import (
+    COMMITTED,
+    MANIFEST,
+    METADATA,
+    PROGRESS,
+    Manifest,
+    commit_mark,
+    digest,
+    folder_name,
+)
 from hp_train.config.schema import TrainerConfig
 from hp_train.errors import DivergedError, ExitCode
 from hp_train.launch import worker
@@ -95,8 +105,7 @@ def _misbehave(what: str, context: RunContext) -> None:
         os._exit(0)
     if what == "data":
         context.progress.phase = Phase.DATA
-        time.sleep(600)
-    if what == "hang":  # in C, deaf to all signals but SIGKILL
+    if what in ("hang", "data"):  # in C, deaf to all signals but SIGKILL
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the interpreter lock: no other thread runs either
     if what == "children":

@@ -16,8 +16,8 @@ from hp_train.config.schema import TrainerConfig
 from hp_train.launch import units
 from hp_train.launch.feed import Feed
 from hp_train.launch.history import AttemptFacts, History, LineTail, StepRow
-from hp_train.launch.plain_log import PlainLog, format_step
 from hp_train.launch.outcome import Cause, Outcome
+from hp_train.launch.plain_log import PlainLog, format_step
 from hp_train.launch.run_dir import attempt_dir
 from hp_train.launch.summary import summarize
 from hp_train.launch.view import LiveView, render, sparkline

@@ -54,27 +54,21 @@ def test_killed_rank_is_named_and_the_run_restarts(tmp_path: Path) -> None:
 
 
 def test_whatever_stops_a_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
-    """Attempt 1: rank 1 hangs in its data; 2: rank 0 holds the interpreter for ever; 3: rank 1 leaves with status 0."""
-    plan = {
-        "0": {"at": 3, "do": "hang", "attempt": 2},
-        "1": [{"at": 4, "do": "data", "attempt": 1}, {"at": 2, "do": "exit", "attempt": 3}],
-        "commit": True,
-    }
-    run = Run(tmp_path / "run", plan, max_restarts=3, max_steps=5, timeout=5)
+    """In attempt 1 rank 1 holds the interpreter for ever while it reads data, in attempt 2 it leaves with status 0."""
+    plan = {"1": [{"at": 4, "do": "data", "attempt": 1}, {"at": 2, "do": "exit", "attempt": 2}], "commit": True}
+    run = Run(tmp_path / "run", plan, max_restarts=2, max_steps=5, timeout=5)
     with started(run):
         assert run.end() == 0
         assert not run.processes()
-    hung, deaf, left, done = read_outcomes(run.folder)
+    hung, left, done = read_outcomes(run.folder)
     assert (hung.cause, hung.rank, hung.step, hung.phase) == (Cause.UNKNOWN, 1, 4, "data")
     assert "no rank has come further for" in hung.message and "rank 1 is missing, rank 0 waits" in hung.message
     assert "fake_worker.py" in (run.folder / "logs/attempt_1/rank_1/stacks.txt").read_text()
-    assert re.search(r"rank 0 .*: step 4, forward and backward, waiting in all_reduce, called from", run.err)
+    waits = r"rank 0 .*: step 4, forward and backward, waiting in all_reduce, called from .*; .*gloo:all_reduce, number "
+    assert re.search(waits, run.err)
     assert re.search(r"rank 1 .*: step 4, data, in _misbehave \(fake_worker.py:\d+\)", run.err)
-    assert (deaf.rank, deaf.step, deaf.phase) == (0, 3, "forward and backward") and "rank 0 is missing" in deaf.message
     assert (left.rank, left.step) == (1, 2) and "exited before the end of the run with status 0" in left.message
-    assert (done.cause, done.attempt, done.committed_step) == (Cause.DONE, 4, 45)
-    for outcome in (hung, deaf):  # nothing was done for the limit, and then it was over soon
-        assert outcome.ended_at - outcome.started_at < 5 + 30  # the start of two processes on a loaded machine
+    assert (done.cause, done.attempt, done.committed_step) == (Cause.DONE, 3, 35)
 
 
 def test_divergence_is_one_line_exit_3_and_no_restart(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ FAILED = Outcome(
 @pytest.mark.parametrize("cause", Cause)
 def test_only_causes_that_another_attempt_may_mend_are_started_again(cause: Cause) -> None:
     again = why_not_again([replace(FAILED, cause=cause)]) is None
-    assert again == (cause.value in ("out_of_memory", "communication", "lost_node", "preempted", "time_limit", "unknown"))
+    mendable = ("out_of_memory", "communication", "lost_node", "preempted", "time_limit", "unknown")
+    assert again == (cause.value in mendable)
 
 
 def test_the_same_failure_at_the_same_step_twice_is_not_tried_a_third_time() -> None:
