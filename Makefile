@@ -1,5 +1,6 @@
 # make demo   train a small Llama on Shakespeare, four processes, CPU or GPUs
 # make test   the test suite
+# make test-pretrained   real weights (SmolLM2-135M, 93 MB) in, trained on, and out again; some 20 minutes on 2 cores
 # PY=python3.12 picks another interpreter; TORCH_INDEX=URL takes torch from another package index, such as that of CPU
 # builds (https://download.pytorch.org/whl/cpu). What is installed stays: a second call installs nothing.
 
@@ -11,14 +12,20 @@ TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test install clean
+.PHONY: demo test test-pretrained install clean
 
 install: $(STAMP)-run
 test: $(STAMP)-dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
+# Opt-in: the weights are fetched once, into build/pretrained.
+test-pretrained: $(STAMP)-dev
+	$(BIN)/python -m pip install -q -c constraints.txt 'gguf>=0.17' 'accelerate>=1'
+	$(BIN)/python scripts/check_pretrained.py build/pretrained
+
 demo: $(STAMP)-run
 	$(BIN)/hp-train recipe=llama_fsdp_pp
+	@$(BIN)/hp-train sample last --prompt "ROMEO:" --max-tokens 400 | head -n 4
 
 DOWNLOAD = To download: torch, about 200 MB in a CPU build and 3 GB in a CUDA build (what Linux gets unless TORCH_INDEX \
 names an index of CPU builds); everything else, about 60 MB. It takes 1.2 GB of disk (CPU) or 7 GB (CUDA) in $(VENV).

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hp_train.checkpoint.fit import checkpoint_changes, steps_misfits
+from hp_train.checkpoint.layout import newest_committed
 from hp_train.checkpoint.size import disk_need
 from hp_train.compile.pass_config import build_pass_config_from_trainer_config
 from hp_train.config.paths import overrides_with_absolute_paths, pinned_paths, with_absolute_paths
 from hp_train.config.schema import TrainerConfig
+from hp_train.data.index import mix_shares
 from hp_train.errors import ConfigError, ExitCode
 from hp_train.launch.capsule import describe_circumstances
 from hp_train.launch.devices import ProcessPlan, plan_processes
@@ -135,7 +138,7 @@ def run_attempts(
     checkpoints = run_dir / "checkpoints"
     changes = [f"changed: {change}" for change in checkpoint_changes(checkpoints, config)]
     disk = disk_need(config, checkpoints).describe(free_bytes(run_dir))
-    _say(batch.describe(), *plan.lines, disk, f"run directory {run_dir}", *changes)
+    _say(batch.describe(), *plan.lines, *_origins(config, checkpoints), disk, f"run directory {run_dir}", *changes)
     from hp_train.launch.local import launch  # torch is loaded here, when nothing is left to refuse
 
     end = launch(run_dir, config_path, config, plan, choose_display(config), stop, ownership, group)
@@ -163,6 +166,15 @@ def _say(*lines: str) -> None:
     with suppress(OSError):  # a reader that went away (`| head`, a closed terminal) does not end the run
         for line in lines:
             print(line, flush=True)
+
+
+def _origins(config: TrainerConfig, checkpoints: Path) -> Iterator[str]:
+    """Yield where weights and samples come from, where that is not what everybody expects."""
+    if config.model.pretrained is not None and newest_committed(checkpoints) is None:
+        yield f"weights from {config.model.pretrained}"
+    if config.data.mix:
+        shares = mix_shares(config.data.mix)
+        yield f"data mix {', '.join(f'{name} {share:.1%}' for name, share in shares.items())}"
 
 
 def _to_yaml(config: TrainerConfig) -> str:

@@ -37,6 +37,8 @@ class MetricsRow:
     compute_min_s: float  # what the fastest rank computed in this step; see `stragglers.ComputeClock`
     compute_max_s: float  # what the slowest rank computed
     slowest_rank: int
+    source_loss: dict[str, float | None] | None = None  # by source of data.mix: nats per valid token, None where it had none
+    source_tokens: dict[str, int] | None = None  # valid target tokens; both None without a mix
 
 
 class MetricsWriter:
@@ -57,8 +59,12 @@ class MetricsWriter:
         self._file.append(json.dumps(figures))
         if self._board is not None:
             for name, value in figures.items():
-                if name != "step" and value is not None:
-                    self._board.add_scalar(name, value, row.step)
+                if name == "step" or value is None:
+                    continue
+                by_name = {f"{name}/{part}": figure for part, figure in value.items()} if isinstance(value, dict) else {name: value}
+                for tag, figure in by_name.items():
+                    if figure is not None:
+                        self._board.add_scalar(tag, figure, row.step)
         if self._wandb is not None:
             self._wandb.write(figures)
 

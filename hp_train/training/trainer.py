@@ -36,6 +36,7 @@ from hp_train.training.row_file import say
 from hp_train.training.profile import StepProfiler
 from hp_train.training.run_context import Phase, RunContext, TrainOutcome
 from hp_train.training.setup import Worker, build_worker
+from hp_train.training.source_tally import SourceTally
 from hp_train.training.step import PipelineEngine
 from hp_train.training.stragglers import ComputeClock, StragglerWatch
 
@@ -53,6 +54,7 @@ class Agreement:
     save_is_due: bool
     bad_dp_ranks: tuple[int, ...]  # data-parallel ranks whose loss is not finite
     compute_s: tuple[float, ...]  # what each rank computed in this step
+    by_source: tuple[tuple[float, ...], ...]  # see `source_tally`
 
     @property
     def loss(self) -> float:
@@ -88,6 +90,7 @@ class Trainer:
             records=self.mesh.dp_rank == 0,
         )
         self.tokens_seen = 0
+        self.source_tally = SourceTally(list(config.data.mix), worker)
         self.compute_clock = ComputeClock(self.mesh.device)
         self.stragglers = StragglerWatch([""], [0])
         self.sample_shift = 0  # by which samples are ahead of what steps of the present size would have read
@@ -196,6 +199,7 @@ class Trainer:
             self.worker.engine.record_next_step()
         self.compute_clock.start()
         loss_sum = self.worker.engine.train_step(micro_batches, plan.tokens_per_step)
+        self.source_tally.take(self._samples_on(step - 1, self.mesh.dp_rank))
         if traces:
             self._write_trace(step)
         self.worker.model.sync_tied_gradients()
@@ -234,9 +238,9 @@ class Trainer:
         rows = self.mesh.gather([
             loss_sum.item(), num_tokens, squares.item(), wait_s, metrics.peak_memory_bytes(self.mesh.device),
             self.context.stop.signal_number, checkpoints.is_due() if self.is_reporter else 0.0, self.mesh.dp_rank,
-            self.compute_clock.stop(),
+            self.compute_clock.stop(), *self.source_tally.sums(),
         ])  # fmt: skip
-        losses, tokens, squares_of_ranks, waits, peaks, signals, saves, dp_ranks, computes = rows.T.tolist()
+        losses, tokens, squares_of_ranks, waits, peaks, signals, saves, dp_ranks, computes, *by_source = rows.T.tolist()
         if self.is_reporter:
             for line in self.stragglers.add(computes):
                 say(line)
@@ -253,6 +257,7 @@ class Trainer:
             save_is_due=any(saves),
             bad_dp_ranks=tuple(sorted(bad)),
             compute_s=tuple(computes),
+            by_source=tuple(map(tuple, by_source)),
         )
 
     def _divergence(self, step: int, agreement: Agreement) -> str:
@@ -281,6 +286,7 @@ class Trainer:
         mfu = None
         if self.peak_flops is not None:
             mfu = per_device * flops_per_token(config.model, config.trainer.seq_len) / self.peak_flops
+        source_loss, source_tokens = self.source_tally.figures(agreement.by_source)
         return MetricsRow(
             step=step,
             loss=agreement.loss,
@@ -298,6 +304,8 @@ class Trainer:
             compute_min_s=min(agreement.compute_s),
             compute_max_s=max(agreement.compute_s),
             slowest_rank=agreement.compute_s.index(max(agreement.compute_s)),
+            source_loss=source_loss,
+            source_tokens=source_tokens,
         )
 
     def _describe_attempt(self, done: int, checkpoints: CheckpointSession) -> None:
