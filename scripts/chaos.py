@@ -63,9 +63,10 @@ def check(holds: bool, what: str) -> None:
 class Victim:
     """The run directory that is disturbed, and the launcher that runs in it now."""
 
-    def __init__(self, folder: Path, settings: list[str]) -> None:
+    def __init__(self, folder: Path, settings: list[str], num_processes: int) -> None:
         self.folder = folder
-        self.settings = settings
+        self.settings = [*settings, f"fsdp.dp_shard_size={num_processes}"]
+        self.num_processes = num_processes
         self.process: subprocess.Popen | None = None
         self.log = folder.with_suffix(".log")
 
@@ -178,10 +179,11 @@ def leave_orphans(victim: Victim, dice: random.Random) -> None:
     gone = {**json.loads(owner), "process_start": 0.0}  # as if this process had died
     (victim.folder / "owner.json").write_text(json.dumps(gone))
     config = max(victim.folder.glob("config*.yaml"), key=lambda path: path.stat().st_mtime)
-    for rank in range(PROCESSES):
+    size = str(victim.num_processes)
+    for rank in range(victim.num_processes):
         environment = {
             **os.environ, "HP_TRAIN_ATTEMPT": str(attempt), "HP_TRAIN_DEVICE": "cpu", "RANK": str(rank),
-            "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES), "LOCAL_WORLD_SIZE": str(PROCESSES),
+            "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000), "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
         with open(victim.log, "a") as log:
@@ -251,7 +253,6 @@ KINDS: dict[str, tuple[float, Callable[[Victim, random.Random], None]]] = {
     "hang": (0.5, stop_a_rank),
     "disk": (1, fill_disk),
 }
-PROCESSES = 2
 
 
 def play_round(victim: Victim, kind: str, dice: random.Random, max_steps: int) -> str:
@@ -298,7 +299,7 @@ def check_end(victim: Victim, reference: Path, max_steps: int) -> None:
     for name in sorted(path.name for path in theirs.glob("*.safetensors")):
         with safe_open(ours / name, "np") as one, safe_open(theirs / name, "np") as two:
             check(sorted(one.keys()) == sorted(two.keys()), f"{name} holds other tensors")
-            for key in two.keys():  # noqa: SIM118: no mapping
+            for key in sorted(two.keys()):
                 same = one.get_tensor(key).tobytes() == two.get_tensor(key).tobytes()
                 check(same, f"{key} differs from the undisturbed run's")
     progress = [json.loads((folder / "progress.json").read_text()) for folder in (ours, theirs)]
@@ -325,7 +326,7 @@ def small_disk(folder: Path) -> Iterator[bool]:
         yield True
         return
     words = ["mount", "-t", "tmpfs", "-o", "size=24m", "chaos", str(folder)]
-    mounted = os.geteuid() == 0 and subprocess.run(words, capture_output=True).returncode == 0
+    mounted = os.geteuid() == 0 and subprocess.run(words, check=False, capture_output=True).returncode == 0
     yield mounted
 
 
@@ -336,23 +337,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--kinds", default=",".join(KINDS), help="of " + ", ".join(KINDS))
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--until-s", type=float, default=1e9, help="begin no round after so many seconds")
     args = parser.parse_args()
     folder = args.folder.absolute()
-    max_steps = max(40, args.rounds * STEPS_PER_ROUND)
-    settings = [
-        *SETTINGS, f"fsdp.dp_shard_size={PROCESSES}", f"trainer.max_steps={max_steps}", f"trainer.seed={args.seed}",
-    ]  # fmt: skip
+    max_steps = max(20, args.rounds * STEPS_PER_ROUND)
+    settings = [*SETTINGS, f"trainer.max_steps={max_steps}", f"trainer.seed={args.seed}"]
     with small_disk(folder / "disk") as has_small_disk:
         kinds = [kind for kind in args.kinds.split(",") if kind != "disk" or has_small_disk]
         if len(kinds) < len(args.kinds.split(",")):
             print("no tmpfs can be mounted here: rounds of the kind `disk` are left out")
-        reference = Victim(folder / "straight", settings)
+        reference = Victim(folder / "straight", settings, args.processes)
         if not (reference.folder / "outcome.json").exists():
             with nothing_left(reference):
                 reference.start()
                 check(reference.end(WHOLE_RUN_S) == 0, f"the undisturbed run failed: see {reference.log}")
-        victim = Victim(folder / "disk" / "disturbed", settings)
+        victim = Victim(folder / "disk" / "disturbed", settings, args.processes)
         with nothing_left(victim):
             return play(victim, reference, kinds, args, max_steps)
 

@@ -10,8 +10,8 @@ SCRIPT = Path(__file__).resolve().parent.parent / "scripts/chaos.py"
 
 
 def test_a_disturbed_run_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
-    words = [sys.executable, str(SCRIPT), "--rounds", "2", "--kinds", "save,truncate", "--seed", "3", "--folder"]
-    done = subprocess.run([*words, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    words = [sys.executable, str(SCRIPT), "--rounds", "1", "--kinds", "save", "--processes", "1", "--folder"]
+    done = subprocess.run([*words, str(tmp_path)], check=False, capture_output=True, text=True, timeout=300)
     logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
     assert "bitwise the undisturbed run's" in done.stdout

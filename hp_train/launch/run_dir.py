@@ -23,6 +23,8 @@ from hp_train.launch.owner import living_owner
 
 _RUN_MARKS = ("config.yaml", "owner.json", "outcome.json", "metrics.jsonl", "checkpoints", "logs")
 
+_NO_NEED = DiskNeed(0, 0)
+
 
 def choose_run_dir(config: TrainerConfig, recipe: str) -> Path:
     """Return the absolute path of a new run: trainer.run_dir, else <root>/<name>/<date-time-id>."""
@@ -39,7 +41,7 @@ def runs_root(config: TrainerConfig) -> Path:
     return Path(root).expanduser().absolute()
 
 
-def check_run_dir(config: TrainerConfig, need: DiskNeed = DiskNeed(0, 0)) -> list[str]:
+def check_run_dir(config: TrainerConfig, need: DiskNeed = _NO_NEED) -> list[str]:
     """Return what stands against a new run where `config` puts it, one line each; nothing is created.
 
     `need` is what its checkpoints take, which must fit on the disk.
@@ -57,7 +59,7 @@ def check_run_dir(config: TrainerConfig, need: DiskNeed = DiskNeed(0, 0)) -> lis
     return faults + _unfit(path, key, need)
 
 
-def check_resume_dir(run_dir: Path, need: DiskNeed = DiskNeed(0, 0)) -> list[str]:
+def check_resume_dir(run_dir: Path, need: DiskNeed = _NO_NEED) -> list[str]:
     """Return what stands against going on with the run in `run_dir`, one line each."""
     if not run_dir.is_dir():
         return [f"run directory {run_dir} does not exist"]

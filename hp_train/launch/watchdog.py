@@ -68,7 +68,7 @@ class Watchdog:
         self, pids: Mapping[int, int], rank_dirs: Mapping[int, Path], ranks: Mapping[int, int]
     ) -> list[Standing]:
         """Ask the workers (slot -> pid) where they are and return what is found, by rank."""
-        for slot, pid in pids.items():
+        for pid in pids.values():
             for number in (TELL_STANDING, SHOW_STACKS):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
