@@ -12,6 +12,7 @@ import sys
 
 from hp_train.commands.verb_parser import command_module, parser_of, train_parser
 from hp_train.errors import ConfigError, ExitCode, HpTrainError
+from hp_train.plugins import load_all, take_options
 from hp_train.verbs import VERBS, WITH_ARGV
 
 
@@ -35,6 +36,8 @@ def main() -> int:
 
 
 def _dispatch(arguments: list[str], argv: list[str]) -> int:
+    arguments, plugins = take_options(arguments)
+    load_all(plugins)  # before anything reads the schema, which plugins add to
     if not arguments:
         return command_module("overview").run()
     first = arguments[0]

@@ -13,12 +13,12 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hp_train"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if not {"configs", "recipes"} & set(path.parts))
 
 FLOORS = [
-    {"errors", "topology", "verbs"},
+    {"errors", "topology", "verbs", "registry"},
     {"config.schema", "config.fields"},
     {"schedule", "models.shapes"},
     {"stage_split", "compile.pass_config", "training.progress", "training.run_context", "pipeline_plan"},
     {"models", "data", "checkpoint", "fully_shard", "pipeline_parallel", "compile"},
-    {"parallel", "config", "pretrained", "generation"},
+    {"parallel", "config", "plugins", "pretrained", "generation"},
     {"training", "planning"},
     {"launch"},
     {"reports"},

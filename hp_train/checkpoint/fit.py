@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hp_train import registry
 from hp_train.checkpoint.layout import METADATA, PROGRESS, newest_committed, read_json, read_manifest
 from hp_train.config.schema import ModelSection, TrainerConfig
 from hp_train.data.index import describe_source
@@ -143,6 +144,8 @@ def _model_misfits(folder: Path, saved: dict[str, tuple[int, ...]], model: Model
 
 
 def _optimizer_misfits(folder: Path, saved: dict[str, tuple[int, ...]], optimizer_name: str) -> list[str]:
+    if registry.find("optimizer", optimizer_name) is not None:
+        return []  # its state has names of its own, which the workers compare
     saved_by = "adamw" if any(name.startswith(_OPTIMIZER) for name in saved) else "sgd"  # sgd keeps no state
     if saved_by == optimizer_name:
         return []

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from hp_train import registry
 from hp_train.config.schema import ModelSection, TrainerConfig
 from hp_train.models.shapes import num_parameters
 
@@ -15,7 +16,9 @@ _MARGIN_BYTES = 1 << 20  # JSON, safetensors headers and generator states
 
 def checkpoint_bytes(model: ModelSection, optimizer_name: str = "adamw") -> int:
     """Return the size in bytes of one checkpoint: weights and moments in fp32, each parameter once on any mesh."""
-    return num_parameters(model) * _BYTES_PER_PARAMETER[optimizer_name] + _MARGIN_BYTES
+    plugged = registry.find("optimizer", optimizer_name)
+    per_parameter = _BYTES_PER_PARAMETER[optimizer_name] if plugged is None else 4 + plugged.state_bytes
+    return num_parameters(model) * per_parameter + _MARGIN_BYTES
 
 
 @dataclass(frozen=True, slots=True)

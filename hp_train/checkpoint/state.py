@@ -90,6 +90,8 @@ def initialize_optimizer_state(optimizer: Optimizer) -> None:
 
 
 def _zero_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    if hasattr(optimizer, "initial_state"):  # a plugin's
+        return optimizer.initial_state(parameter)
     if isinstance(optimizer, SGD):
         assert not group["momentum"], "the first step of SGD with momentum differs from a zero buffer"
         return {}

@@ -21,9 +21,11 @@ from hp_train.config.paths import still_pinned
 from hp_train.config.schema import TrainerConfig
 from hp_train.config.schema_tree import value_at
 from hp_train.errors import ConfigError
+from hp_train.launch.capsule import recorded_plugins
 from hp_train.launch.find_run import find_run
 from hp_train.launch.run_dir import check_resume_dir
 from hp_train.launch.start import resume_run
+from hp_train.plugins import load_recorded
 
 USAGE = "hp-train resume RUN_DIR [key=value ...]"
 
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     standing = check_resume_dir(run_dir)
     if standing:
         raise ConfigError(*standing)
+    notes = load_recorded(recorded_plugins(run_dir / "config.yaml"))
     job = changed(run_dir, args.overrides, args.config_dir)
     found = [*_elsewhere(run_dir, job.config, args.overrides), *job_faults(job, run_dir)]
     if not found:
@@ -50,7 +53,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         found += checkpoint_misfits(run_dir / "checkpoints", job.config)
     if found:
         raise ConfigError(*found)
-    warn(job.config)
+    warn(job.config, [*notes, *job.notes])
     if job.config.launcher.name == "slurm":
         from hp_train.commands.submit import start  # only runs that are submitted pay for it
 

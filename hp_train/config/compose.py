@@ -33,7 +33,17 @@ from hp_train.config.key_check import check_value, is_interpolation
 from hp_train.config.override_check import Request, check_request
 from hp_train.config.paths import expand_home
 from hp_train.config.schema import TrainerConfig
-from hp_train.config.schema_tree import GROUPS, LEAVES, OPTIONAL_SECTIONS, SECTIONS, Leaf, config_class, misfit, spell, value_at
+from hp_train.config.schema_tree import (
+    GROUPS,
+    LEAVES,
+    OPTIONAL_SECTIONS,
+    SECTIONS,
+    Leaf,
+    config_class,
+    misfit,
+    spell,
+    value_at,
+)
 from hp_train.config.search_path import CONFIGS, SearchPath, name_of, search_path
 from hp_train.config.typed_value import Unreadable, read_value
 from hp_train.config.yaml_text import read as read_yaml

@@ -7,6 +7,7 @@ group at a time.
 from __future__ import annotations
 
 import ast
+import sys
 import textwrap
 from pathlib import Path
 
@@ -133,12 +134,24 @@ def _key_lines(key: str, documents: dict[str, str], width: int = 0) -> list[str]
 
 
 def field_documents() -> dict[str, str]:
-    """Return dotted key -> the docstring under its field in the schema's source."""
-    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
-    by_class = {node.name: _documents_of(node) for node in tree.body if isinstance(node, ast.ClassDef)}
-    return {
-        key: by_class[SECTIONS[leaf.section].__name__][key.rpartition(".")[2]] for key, leaf in LEAVES.items()
-    }  # fmt: skip
+    """Return dotted key -> the docstring under its field in the schema's source, or in a plugin's ("" without one)."""
+    by_file: dict[str, dict[str, dict[str, str]]] = {}
+    found = {}
+    for key, leaf in LEAVES.items():
+        owner = SECTIONS[leaf.section]
+        file = _source_of(owner)
+        if file not in by_file:
+            tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+            by_file[file] = {node.name: _documents_of(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+        found[key] = by_file[file].get(owner.__name__, {}).get(key.rpartition(".")[2], "")
+    return found
+
+
+def _source_of(owner: type) -> str:
+    """Return the file that declares a group of settings; our groups with a plugin's keys are made at run time."""
+    if owner.__module__ == "types" or owner.__module__.startswith("hp_train."):
+        return schema.__file__
+    return sys.modules[owner.__module__].__file__ or schema.__file__
 
 
 def _documents_of(node: ast.ClassDef) -> dict[str, str]:

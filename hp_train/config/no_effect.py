@@ -75,13 +75,15 @@ def _idle_in_loop(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]
 
 def _idle_in_launcher(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     launcher = config.launcher
-    if launcher.name == "local":
-        yield SLURM_KEYS, "launcher=local submits no job"
+    if launcher.name == "inline":
+        yield ("launcher.max_restarts",), "launcher=inline starts nothing again"
+    if launcher.name != "slurm":
+        yield SLURM_KEYS, f"launcher={launcher.name} submits no job"
     elif launcher.continue_by == "none":
         yield ("launcher.max_requeues",), "launcher.continue_by=none never goes on by itself"
     if launcher.container is not None:
-        if launcher.name == "local":
-            yield ("launcher.container.runtime",), "launcher=local starts no container"
+        if launcher.name != "slurm":
+            yield ("launcher.container.runtime",), f"launcher={launcher.name} starts no container"
         elif container_of(config).runtime == "none":
             idle = ("launcher.container.image", "launcher.container.mounts", "launcher.container.python")
             yield idle, "launcher.container.runtime=none starts no container"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hp_train.config.rule import Rule
 from hp_train.config.schema import TrainerConfig
+from hp_train.config.schema_tree import value_at
 from hp_train.topology import MeshSizes
 
 _NOT_YET = ("accelerator.tp_size", "accelerator.cp_size", "accelerator.ep_size", "fsdp.edp_shard_size")
@@ -64,6 +65,16 @@ def _nodes(config: TrainerConfig) -> Iterator[str]:
         )
 
 
+def _inline(config: TrainerConfig) -> Iterator[str]:
+    if config.launcher.name != "inline":
+        return
+    keys = (*SIZE_KEYS, "launcher.nodes", "launcher.nproc_per_node")
+    for key in keys:
+        size = value_at(config, key)
+        if isinstance(size, int) and size > 1:
+            yield f"{key}={size}: launcher=inline runs one process; use 1, or launcher=local"
+
+
 def _product(config: TrainerConfig) -> Iterator[str]:
     asked = processes_asked(config)
     if asked is None:
@@ -92,5 +103,6 @@ RULES = (
     Rule(_NOT_YET, _sizes_not_yet),
     Rule(("fsdp.dp_mode", "fsdp.dp_shard_size", "fsdp.dp_replicate_size"), _mode),
     Rule(("launcher.name", "launcher.nodes"), _nodes),
+    Rule((*SIZE_KEYS, "launcher.name", "launcher.nproc_per_node", "launcher.nodes"), _inline),
     Rule((*SIZE_KEYS, "launcher.nproc_per_node", "launcher.nodes"), _product),
 )

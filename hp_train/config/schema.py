@@ -43,6 +43,8 @@ class TrainerSection:
     or null."""
     loss_chunk_tokens: int = number(4096, 0, MAX_COUNT)
     """Tokens whose logits are held at once in the loss; 0 takes all at once. Integer, tokens; default 4096; 0 to 1e+09."""
+    loss: str = choice("cross_entropy", "cross_entropy")
+    """What is minimised; plugins add others. Text; default cross_entropy; cross_entropy."""
     log_every: int = number(10, 1, MAX_COUNT)
     """Print a line every so many steps. Integer, steps; default 10; 1 to 1e+09."""
     eval_every: int = number(0, 0, MAX_COUNT)
@@ -298,8 +300,9 @@ class ContainerSection:
 class LauncherSection:
     """Where processes run."""
 
-    name: str = choice("local", "local", "slurm")
-    """local starts processes on this machine, slurm submits a job. Text; default local; local, slurm."""
+    name: str = choice("local", "local", "slurm", "inline")
+    """local starts processes on this machine, slurm submits a job, inline trains in the command's own process, for
+    debugging. Text; default local; local, slurm, inline."""
     nproc_per_node: Union[int, str] = number("auto", 1, 4096, also=("auto",))
     """Processes per machine; auto is what the mesh asks for. Integer or auto, processes; default auto; 1 to 4096 or
     auto."""

@@ -12,8 +12,10 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
+from hp_train import registry
 from hp_train.config.fields import Bounds, bounds_of, is_path
 from hp_train.config.schema import TrainerConfig
+from hp_train.errors import ConfigError
 
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 _PLURALS = {int: "integers", float: "numbers", bool: "booleans", str: "texts"}
@@ -112,9 +114,10 @@ def value_at(config: Any, key: str) -> Any:
     return config
 
 
-def _build() -> tuple[dict[str, Leaf], dict[str, type]]:
+def _build(root: type) -> tuple[dict[str, Leaf], dict[str, type], set[str]]:
     leaves: dict[str, Leaf] = {}
     sections: dict[str, type] = {}
+    may_be_null: set[str] = set()
 
     def add(owner: type, prefix: str) -> None:
         hints = typing.get_type_hints(owner)
@@ -123,12 +126,14 @@ def _build() -> tuple[dict[str, Leaf], dict[str, type]]:
             arms, optional = _arms(hints[field.name])
             if dataclasses.is_dataclass(arms[0]):
                 sections[key] = arms[0]
+                if optional:
+                    may_be_null.add(key)
                 add(arms[0], key + ".")
             else:
                 leaves[key] = _leaf(key, arms, optional, field)
 
-    add(TrainerConfig, "")
-    return leaves, sections
+    add(root, "")
+    return leaves, sections, may_be_null
 
 
 def _arms(hint: Any) -> tuple[tuple[Any, ...], bool]:
@@ -144,7 +149,11 @@ def _leaf(key: str, arms: tuple[Any, ...], optional: bool, field: dataclasses.Fi
     item = typing.get_args(arms[0])[-1] if origin in (list, dict) else None
     default = field.default_factory() if field.default is dataclasses.MISSING else field.default
     kinds = () if item else arms
-    return Leaf(key, kinds, item, optional, bounds_of(field), default, origin is dict, is_path(field))
+    bounds = bounds_of(field)
+    added = [c.name for c in registry.components() if registry.NAME_KEYS[c.kind] == key]
+    if added:
+        bounds = dataclasses.replace(bounds, choices=tuple(dict.fromkeys((*bounds.choices, *added))))
+    return Leaf(key, kinds, item, optional, bounds, default, origin is dict, is_path(field))
 
 
 def entry_of(key: str) -> tuple[Leaf, str] | None:
@@ -154,6 +163,39 @@ def entry_of(key: str) -> tuple[Leaf, str] | None:
     return (leaf, name) if leaf is not None and leaf.is_mapping and name else None
 
 
-LEAVES, SECTIONS = _build()
-OPTIONAL_SECTIONS = frozenset(key for key in SECTIONS if "." in key)
+LEAVES, SECTIONS, OPTIONAL_SECTIONS = _build(TrainerConfig)
+_root: type[TrainerConfig] = TrainerConfig
+_extended_for: tuple[registry.Component, ...] = ()
 GROUPS = tuple(key for key in SECTIONS if "." not in key)
+
+
+def config_class() -> type[TrainerConfig]:
+    """Return the class of a whole config: TrainerConfig, or the one with the settings of plugins too."""
+    return _root
+
+
+def extend() -> None:
+    """Make what plugins have registered part of the schema: names that can be chosen, and their settings."""
+    global _root, _extended_for
+    if _extended_for == (found := tuple(registry.components())):
+        return  # two classes for one config would make equal configs unequal
+    _extended_for = found
+    groups: dict[str, list[tuple[str, type, typing.Any]]] = {}
+    for component in registry.components():
+        if component.config is not None:
+            group, _, name = str(component.section).partition(".")
+            field = dataclasses.field(default_factory=component.config)
+            groups.setdefault(group, []).append((name, component.config, field))
+    sections = []
+    for group, fields in groups.items():
+        owner = typing.get_type_hints(TrainerConfig)[group]
+        taken = [name for name, _, _ in fields if name in {field.name for field in dataclasses.fields(owner)}]
+        if taken:
+            raise ConfigError(*(f"plugin: {group}.{name} is a key of hp-train; take another name" for name in taken))
+        words = {"__doc__": owner.__doc__}
+        extended = dataclasses.make_dataclass(owner.__name__, fields, bases=(owner,), namespace=words)
+        sections.append((group, extended, dataclasses.field(default_factory=extended)))
+    _root = dataclasses.make_dataclass("TrainerConfig", sections, bases=(TrainerConfig,))
+    for table, built in zip((LEAVES, SECTIONS, OPTIONAL_SECTIONS), _build(_root), strict=True):
+        table.clear()
+        table.update(built)

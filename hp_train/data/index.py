@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from hp_train import registry
 from hp_train.data import shakespeare
 from hp_train.data.megatron import MegatronIndex, is_megatron
 from hp_train.data.token_folder import BYTE_VOCABULARY, TOKENIZER_FILE, TokenIndex, Vocabulary
@@ -115,6 +116,9 @@ def describe_source(config: DataConfig) -> SourceInfo:
     """Describe what `config` refers to, from index files alone. Raises ConfigError, one line for each fault."""
     if config.mix:
         return _describe_mix(config)
+    plugged = registry.find("data", config.name)
+    if plugged is not None:
+        return _describe_plugged(plugged, config)
     if config.name == SHAKESPEARE:
         return _describe_shakespeare(config, "")
     if config.name == "tokens":
@@ -198,6 +202,14 @@ def _describe_part(config: DataConfig, name: str) -> SourceInfo:
         known = ", ".join(sorted({SHAKESPEARE, *config.sources}))
         raise ConfigError(f"{setting}: there is no source {name}; use {known}, or say where it is: data.sources.{name}=PATH")
     return _describe_tokens(name, setting, config.sources[name], f"data.sources.{name}", None, "byte")
+
+
+def _describe_plugged(component: registry.Component, config: DataConfig) -> SourceInfo:
+    """Ask a plugin's source; one that does not describe itself is taken to have no end, and any token."""
+    if component.describe is None:
+        return SourceInfo(component.name, None, None, None, None, None, component.name)
+    own = None if component.config is None else getattr(config, component.name)
+    return registry.resolve(component.describe)(own)
 
 
 def _describe_shakespeare(config: DataConfig, setting: str) -> SourceInfo:

@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hp_train import registry
 from hp_train.data import shakespeare
 from hp_train.data.index import SHAKESPEARE, DataConfig, describe_source, num_held_out_tokens
 from hp_train.data.megatron import MegatronIndex, is_megatron
@@ -80,6 +81,10 @@ def open_data(config: DataConfig, seq_len: int, seed: int, split: str, vocab_siz
     Raises ConfigError if the data is missing, damaged, shorter than a sequence or beyond the vocabulary.
     """
     assert split in ("train", "val"), f"no split {split!r}"
+    plugged = registry.find("data", config.name)
+    if plugged is not None and not config.mix:
+        own = None if plugged.config is None else getattr(config, plugged.name)
+        return registry.resolve(plugged.build)(own, seq_len=seq_len, seed=seed, split=split, vocab_size=vocab_size)
     if config.name == "random" and not config.mix:
         return RandomSource(seq_len, seed, split, vocab_size)
     boundaries = str(config.document_boundaries)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import hp_train.errors
+from hp_train import plugins
+from hp_train.launch.files import read_json
 
 _PACKAGES = ("hp-train", "torch", "hydra-core", "omegaconf", "numpy", "safetensors", "tokenizers")
 
@@ -26,8 +28,16 @@ def describe_circumstances(argv: list[str], recipe: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: _version(name) for name in _PACKAGES},
+        "plugins": plugins.records(),
         "git": _git_state(Path(hp_train.errors.__file__).parent),
     }
+
+
+def recorded_plugins(config_path: Path) -> list[dict[str, Any]]:
+    """Return the plugins of the launch that wrote `config_path`: config.attempt_3.yaml has capsule.attempt_3.json."""
+    capsule = config_path.with_name(config_path.name.replace("config", "capsule", 1)).with_suffix(".json")
+    found = read_json(capsule) or read_json(config_path.with_name("capsule.json")) or {}
+    return found.get("plugins", [])
 
 
 def _version(package: str) -> str | None:

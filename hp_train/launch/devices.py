@@ -70,7 +70,7 @@ def plan_processes(config: TrainerConfig, devices: Devices | None = None) -> Pro
 
     Of a run that is to be submitted, what the cluster will run: no device of this machine counts then.
     """
-    if config.launcher.name != "local":
+    if config.launcher.name == "slurm":
         asked = processes_asked(config)
         sizes = _sizes_with(config, config.fsdp.dp_shard_size) if asked is None else mesh_sizes(config, asked)
         return ProcessPlan(config.trainer.device, sizes, num_nodes=config.launcher.nodes)
@@ -129,6 +129,8 @@ def plan_node(config: TrainerConfig, devices: Devices | None = None) -> ProcessP
 
 def _processes_asked(config: TrainerConfig) -> int | None:
     """Return the processes that config names; None if it leaves them to the machine (dp_shard_size=-1, nproc auto)."""
+    if config.launcher.name == "inline":
+        return 1
     if config.launcher.nproc_per_node != "auto":
         return int(config.launcher.nproc_per_node)
     return None if config.fsdp.dp_shard_size == -1 else _sizes_with(config, config.fsdp.dp_shard_size).world_size

@@ -139,6 +139,14 @@ def run_attempts(
     changes = [f"changed: {change}" for change in checkpoint_changes(checkpoints, config)]
     disk = disk_need(config, checkpoints).describe(free_bytes(run_dir))
     _say(batch.describe(), *plan.lines, *_origins(config, checkpoints), disk, f"run directory {run_dir}", *changes)
+    if config.launcher.name == "inline":
+        from hp_train.launch.inline import launch_inline
+
+        recipe = (read_json(run_dir / "capsule.json") or {}).get("recipe", "")
+        log = PlainLog(sys.stdout, trainer.log_every, loss_means_nothing=config.data.name == "random")
+        outcome = launch_inline(run_dir, config_path, plan, log, ownership, recipe)
+        _say(*summarize(run_dir, config, outcome))
+        return outcome.exit_code
     from hp_train.launch.local import launch  # torch is loaded here, when nothing is left to refuse
 
     end = launch(run_dir, config_path, config, plan, choose_display(config), stop, ownership, group)

@@ -21,6 +21,7 @@ from hp_train.checkpoint.fence import newest_attempt
 from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ExitCode, HpTrainError, SupersededError
 from hp_train.launch import lifeline
+from hp_train.launch.capsule import recorded_plugins
 from hp_train.launch.devices import mesh_sizes
 from hp_train.launch.failures import FAILED_MARK, Failure, record_failure
 from hp_train.launch.files import read_json, write_json
@@ -51,12 +52,12 @@ def main(arguments: list[str], train: Train | None = None) -> int:
         _be_watched(context)
     config: TrainerConfig | None = None
     try:
-        config = _settle(load_config(config_path), context)
-        outcome = _run(config, context, train)
+        config = settle(load_config(config_path), context)
+        outcome = run_rank(config, context, train)
     except BaseException as error:  # a rank's end is told whatever it was, SystemExit included
         return _account_for(error, config, context)
     if context.rank == 0:
-        write_outcome(context.run_dir, _outcome_of(outcome, context))
+        write_outcome(context.run_dir, outcome_of(outcome, context))
     context.progress.phase = Phase.ENDED
     return 0
 
@@ -84,9 +85,13 @@ def load_config(path: Path) -> TrainerConfig:
     """Return the config that the launcher wrote."""
     from omegaconf import OmegaConf
 
+    from hp_train.config.schema_tree import config_class
     from hp_train.config.yaml_text import read
+    from hp_train.plugins import load_recorded
 
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainerConfig), read(path.read_text())))
+    for line in load_recorded(recorded_plugins(path)):
+        print(f"hp-train: warning: {line}", file=sys.stderr)
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config_class()), read(path.read_text())))
     assert isinstance(config, TrainerConfig)
     return config
 
@@ -104,7 +109,7 @@ def _context(run_dir: Path) -> RunContext:
     )
 
 
-def _settle(config: TrainerConfig, context: RunContext) -> TrainerConfig:
+def settle(config: TrainerConfig, context: RunContext) -> TrainerConfig:
     """Fill in what was left to the machine: the device that the launcher chose and the size of the mesh."""
     sizes = mesh_sizes(config, context.world_size)
     context.progress.coordinates = coordinates_of(context.rank, sizes).describe()
@@ -118,7 +123,8 @@ def _settle(config: TrainerConfig, context: RunContext) -> TrainerConfig:
     return config
 
 
-def _run(config: TrainerConfig, context: RunContext, train: Train | None) -> TrainOutcome:
+def run_rank(config: TrainerConfig, context: RunContext, train: Train | None) -> TrainOutcome:
+    """Join the process group, train and leave it; `train` is the trainer's unless given."""
     import torch
     import torch.distributed as dist
 
@@ -146,7 +152,8 @@ def _run(config: TrainerConfig, context: RunContext, train: Train | None) -> Tra
     return outcome
 
 
-def _outcome_of(outcome: TrainOutcome, context: RunContext) -> Outcome:
+def outcome_of(outcome: TrainOutcome, context: RunContext) -> Outcome:
+    """Return what outcome.json says of a training that came to its end."""
     cause = Cause.DONE if outcome.exit_code == ExitCode.DONE else Cause.STOPPED
     return Outcome(context.attempt, cause, int(outcome.exit_code), outcome.step, last_step=outcome.step)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,20 @@ from hp_train.models.shapes import EMBEDDING_NAME, HEAD_NAME
 BLOCK_NUMEL = 2**20  # part of the definition of the weights: another value gives other numbers
 
 
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A parameter starts as one value everywhere."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """A matrix starts as normal numbers of mean 0 and this deviation."""
+
+    deviation: float
+
+
 @torch.no_grad()
 def initialize(module: nn.Module, seed: int) -> None:
     """Fill every parameter of a Llama or a stage of it (`module.config` is its ModelSection), in place.
@@ -28,18 +43,28 @@ def initialize(module: nn.Module, seed: int) -> None:
     Norm weights are 1. Matrices are normal with deviation sqrt(2 / (5 dim)), which a model of any width learns from at
     once (Nguyen and Salazar 2019, section 2.2); those that write to the residual stream with 1 / sqrt(2 num_layers) of
     it, so that its variance does not grow with depth (Radford et al. 2019, section 2.3).
+    A model that has `initial_weight(name) -> Constant | Normal` says itself how its parameters start.
     Parameters are plain tensors or DTensors, sharded or replicated in any way, on any device but meta.
     """
     config: ModelSection = module.config
     for name, parameter in module.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         assert not local.is_meta, f"{name} is on the meta device; call to_empty first"
-        if parameter.ndim == 1:
+        if hasattr(module, "initial_weight"):
+            start = module.initial_weight(name)
+            if isinstance(start, Constant):
+                local.fill_(start.value)
+                continue
+        else:
+            start = None
+        if start is None and parameter.ndim == 1:
             assert name.endswith("norm.weight"), f"no rule for the vector {name}"
             local.fill_(1.0)
         else:
             drawn_as = EMBEDDING_NAME if name == HEAD_NAME and config.tie_embeddings else name
-            _fill(local, _owned_indices(parameter), parameter.shape, drawn_as, seed, _deviation(name, config))
+            deviation = _deviation(name, config) if start is None else start.deviation
+            assert parameter.ndim >= 2, f"{name} is a vector; its start is a Constant"
+            _fill(local, _owned_indices(parameter), parameter.shape, drawn_as, seed, deviation)
 
 
 def _deviation(name: str, config: ModelSection) -> float:
@@ -51,8 +76,12 @@ def _deviation(name: str, config: ModelSection) -> float:
 
 def _fill(local: Tensor, owned: list[Tensor], shape: torch.Size, name: str, seed: int, deviation: float) -> None:
     """Write into `local` its rows and columns of the matrix `name`; `owned` are their global indices, ascending."""
-    rows, columns = owned
-    num_rows, num_columns = shape
+    rows, columns = owned[0], owned[1]
+    num_rows, num_columns = shape[0], shape[1]
+    if len(shape) > 2:  # rows of what follows, which only ever is cut along the rows
+        num_columns = shape[1:].numel()
+        assert all(len(indices) == size for indices, size in zip(owned[1:], shape[1:], strict=True)), f"{name} is cut"
+        local, columns = local.view(local.shape[0], -1), torch.arange(num_columns)
     block_rows = max(1, BLOCK_NUMEL // num_columns)
     all_columns = len(columns) == num_columns
     for block in torch.unique(rows // block_rows).tolist():

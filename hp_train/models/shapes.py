@@ -6,10 +6,11 @@ holds them equal to the module on the meta device. Names are those of Hugging Fa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 
+from hp_train import registry
 from hp_train.config.schema import ModelSection
 
 EMBEDDING_NAME = "model.embed_tokens.weight"
@@ -41,6 +42,9 @@ def head_dim(config: ModelSection) -> int:
 
 def layer_shapes(config: ModelSection, layer: int) -> dict[str, Shape]:
     """Return name -> shape of one block, in the order in which the module registers them. `layer` is global."""
+    plugged = _plugged(config)
+    if plugged is not None:
+        return plugged(config, layers=[layer], embedding=False, head=False)
     dim, ffn_dim, kv_dim = config.dim, config.ffn_dim, num_kv_heads(config) * head_dim(config)
     q_dim = config.num_heads * head_dim(config)
     prefix = f"model.layers.{layer}"
@@ -65,6 +69,10 @@ def parameter_shapes(
     `layers` are global layer numbers, all by default. Tied embeddings appear once, under the embedding's name; a stage
     that has the head but not the embedding owns a copy, named `lm_head.weight`.
     """
+    plugged = _plugged(config)
+    if plugged is not None:
+        layers = range(config.num_layers) if layers is None else layers
+        return plugged(config, layers=layers, embedding=embedding, head=head)
     shapes: dict[str, Shape] = {}
     if embedding:
         shapes[EMBEDDING_NAME] = (config.vocab_size, config.dim)
@@ -79,6 +87,10 @@ def parameter_shapes(
 
 def part_sizes(config: ModelSection) -> PartSizes:
     """Return how many parameters the embedding, one block, the final norm and the head have."""
+    plugged = _plugged(config)
+    if plugged is not None:
+        ends = [plugged(config, layers=[], embedding=not last, head=last) for last in (False, True)]
+        return PartSizes(_count(ends[0]), _count(layer_shapes(config, 0)), 0, _count(ends[1]))
     matrix = config.vocab_size * config.dim
     return PartSizes(
         embedding=matrix, layer=_count(layer_shapes(config, 0)), norm=config.dim, head=matrix
@@ -94,6 +106,8 @@ def num_parameters_of_stage(
     config: ModelSection, layers: range, *, embedding: bool = True, head: bool = True
 ) -> int:
     """Return the parameters that one pipeline stage holds, its own copy of a tied output matrix included."""
+    if _plugged(config) is not None:
+        return _count(parameter_shapes(config, layers=layers, embedding=embedding, head=head))
     sizes = part_sizes(config)
     count = len(layers) * sizes.layer
     if embedding:
@@ -114,8 +128,16 @@ def flops_per_token(config: ModelSection, seq_len: int) -> int:
     """
     sizes = part_sizes(config)
     multiplied = config.num_layers * sizes.layer + sizes.norm + sizes.head
+    if _plugged(config) is not None:
+        return 6 * multiplied  # what mixes positions without parameters is not known
     attention = 12 * config.num_layers * config.num_heads * head_dim(config) * seq_len
     return 6 * multiplied + attention
+
+
+def _plugged(config: ModelSection) -> Callable[..., dict[str, Shape]] | None:
+    """Return the function that tells the shapes of a plugin's model; None for what is built in."""
+    component = registry.find("model", config.name)
+    return None if component is None else registry.resolve(component.shapes)
 
 
 def _count(shapes: dict[str, Shape]) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hp_train import registry
 from hp_train.compile.pass_config import PassConfig
 from hp_train.config.schema import TrainerConfig
 from hp_train.models.initial_weights import initialize
@@ -62,14 +63,20 @@ def build_model(
 
 def _part(config: TrainerConfig, layers_of_stage: tuple[range, ...], stage: int) -> Llama:
     """Return the stage's part of the model on the meta device."""
+    plugged = registry.find("model", config.model.name)
+    has_head = stage == len(layers_of_stage) - 1
     with torch.device("meta"):
-        return Llama(
+        part = (Llama if plugged is None else registry.resolve(plugged.build))(
             config.model,
             layers=layers_of_stage[stage],
             embedding=stage == 0,
-            head=stage == len(layers_of_stage) - 1,
+            head=has_head,
             loss_chunk_tokens=config.trainer.loss_chunk_tokens,
         )
+        loss = registry.find("loss", config.trainer.loss)
+        if loss is not None and has_head:
+            part.lm_head.loss = registry.resolve(loss.build)(registry.settings_of(loss, config))
+    return part
 
 
 def _cut(model: Llama, config: TrainerConfig, pass_config: PassConfig, mesh: MeshContext, precision: str) -> Llama:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from hp_train import registry
 from hp_train.config.schema import LrSchedulerSection
 
 WSD_DECAY_SHARE = 0.2  # of the schedule; Hu et al. 2024 (MiniCPM), section 4
@@ -23,6 +24,10 @@ def learning_rate(step: int, config: LrSchedulerSection, peak_lr: float, max_ste
     if step <= config.warmup_steps:
         return peak_lr * (step / config.warmup_steps)
     total_steps = max_steps if config.total_steps is None else config.total_steps
+    plugged = registry.find("lr_scheduler", config.name)
+    if plugged is not None:
+        own = None if plugged.config is None else getattr(config, plugged.name)
+        return peak_lr * registry.resolve(plugged.build)(step, config.warmup_steps, total_steps, own)
     fallen = _share_of_fall(config.name, step, config.warmup_steps, total_steps)
     return peak_lr * (1.0 - (1.0 - config.min_lr_ratio) * fallen)  # in this form never above the peak by rounding
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from hp_train import registry
 from hp_train.config.schema import OptimizerSection
 
 FUSED_DEVICES = ("cuda", "cpu")  # one pass over memory; on one CPU core four times as fast as the loop over tensors
@@ -33,6 +34,10 @@ def build_optimizer(
         for parameters, decay in ((decayed, config.weight_decay), (plain, 0.0))
         if parameters
     ]
+    plugged = registry.find("optimizer", config.name)
+    if plugged is not None:
+        own = None if plugged.config is None else getattr(config, plugged.name)
+        return registry.resolve(plugged.build)(groups, config, own)
     if config.name == "sgd":
         return SGD(groups, lr=config.lr)
     assert config.name == "adamw", f"no such optimizer: {config.name}"
