@@ -37,7 +37,6 @@ class Watchdog:
         self.stands_for_s = 0.0
         self._first_limit_s = max(first_step_timeout_s, failure_timeout_s * _NOTICED_AT)
         self._limit_s = failure_timeout_s * _NOTICED_AT
-        self._first_steps: dict[int, int] = {}
         self._next_look = 0.0
 
     def close(self) -> None:
@@ -54,15 +53,8 @@ class Watchdog:
         if not notes:  # none has started, or all have ended: the agent sees the rest
             return False
         self.stands_for_s = now - max(note.at_s for note in notes)
-        return self.stands_for_s > (self._limit_s if self._is_past_first_step() else self._first_limit_s)
-
-    def _is_past_first_step(self) -> bool:
-        for slot, note in enumerate(self.board.read_all()):
-            if note is None or note.step == 0:
-                return False
-            if note.step == self._first_steps.setdefault(slot, note.step):
-                return False
-        return True
+        is_past_first = all(note.is_past_first_step for note in notes)
+        return self.stands_for_s > (self._limit_s if is_past_first else self._first_limit_s)
 
     def examine(
         self, pids: Mapping[int, int], rank_dirs: Mapping[int, Path], ranks: Mapping[int, int]

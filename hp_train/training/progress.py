@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-_SLOT = struct.Struct("<qqd")  # step, 1 + index of the phase (0: nothing noted yet), time.monotonic() of the note
+_SLOT = struct.Struct("<qqdq")  # step, 1 + index of the phase (0: nothing noted yet), time.monotonic(), first step
 _SLOT_BYTES = 64  # a cache line each
 
 
@@ -45,6 +45,12 @@ class Note:
     step: int
     phase: Phase
     at_s: float  # time.monotonic(), one clock for all processes of a machine
+    first_step: int = 0  # of this attempt; 0 before it
+
+    @property
+    def is_past_first_step(self) -> bool:
+        """Say whether a whole step has been taken, and with it everything that is done but once."""
+        return self.step > self.first_step > 0
 
 
 class Board:
@@ -63,14 +69,14 @@ class Board:
             file.write(bytes(num_slots * _SLOT_BYTES))
         return cls(path, num_slots)
 
-    def write(self, slot: int, step: int, phase: Phase) -> None:
+    def write(self, slot: int, step: int, phase: Phase, first_step: int = 0) -> None:
         """Note what the process in `slot` does from now on."""
-        _SLOT.pack_into(self._page, slot * _SLOT_BYTES, step, _NUMBERS[phase], time.monotonic())
+        _SLOT.pack_into(self._page, slot * _SLOT_BYTES, step, _NUMBERS[phase], time.monotonic(), first_step)
 
     def read(self, slot: int) -> Note | None:
         """Return the last note in `slot`, None before the first."""
-        step, number, at_s = _SLOT.unpack_from(self._page, slot * _SLOT_BYTES)
-        return Note(step, _PHASES[number - 1], at_s) if number else None
+        step, number, at_s, first_step = _SLOT.unpack_from(self._page, slot * _SLOT_BYTES)
+        return Note(step, _PHASES[number - 1], at_s, first_step) if number else None
 
     def read_all(self) -> list[Note | None]:
         """Return the last note of every slot."""
@@ -84,12 +90,12 @@ class Board:
 class Progress:
     """Where a rank is now; written by the trainer as it goes, and passed on to a board if there is one."""
 
-    __slots__ = ("_board", "_phase", "_slot", "_step", "coordinates", "describe_pipeline")
+    __slots__ = ("_board", "_first_step", "_phase", "_slot", "_step", "coordinates", "describe_pipeline")
 
     def __init__(self) -> None:
         self.coordinates = ""  # "pp 1, dp_replicate 0, ..." once the mesh stands
         self.describe_pipeline: Callable[[], str] = lambda: ""  # where in the schedule this rank is
-        self._step = 0
+        self._step = self._first_step = 0
         self._phase = Phase.START
         self._board: Board | None = None
         self._slot = 0
@@ -107,6 +113,7 @@ class Progress:
     @step.setter
     def step(self, step: int) -> None:
         self._step = step
+        self._first_step = self._first_step or step
         self.beat()
 
     @property
@@ -122,4 +129,4 @@ class Progress:
     def beat(self) -> None:
         """Say that this rank gets on, inside a phase that may take long."""
         if self._board is not None:
-            self._board.write(self._slot, self._step, self._phase)
+            self._board.write(self._slot, self._step, self._phase, self._first_step)
