@@ -215,8 +215,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         scheduler = module.hsdp_scheduler
+        if scheduler.is_running_method_of(module):
+            return method(*args, **kwargs)
         args, kwargs = scheduler.pre_forward(module, args, kwargs)
-        return scheduler.post_forward(module, args, method(*args, **kwargs))
+        with scheduler.running_method_of(module):
+            output = method(*args, **kwargs)
+        return scheduler.post_forward(module, args, output)
 
     setattr(module, method_name, wrapped)
 

@@ -108,6 +108,8 @@ class ShardedBucket:
             param.adopt_registered()
         if all(self._is_home(param, offset) for param, offset in self._offsets()):
             return
+        if len({param.local.is_meta for param in self.params}) == 2:
+            return  # in the middle of a load with assign=True; what follows it or the first forward calls again
         self._bind([param.local for param in self.params])
         self._full_buffer, self.slots, self._packed_blocks = None, [], []
         for param in self.params:

@@ -134,6 +134,8 @@ class SchedulerContext:
             self.recover(drop_grads=self.backward_under_way)
         if self.forward_root is not None:
             return False
+        if not self.backward_under_way and not any(each.awaits_backward for each in self.units):
+            self.backward_trace.clear()  # what was recorded was dropped without a backward
         self.forward_root = unit
         self.forward_trace = []
         if self.post_optim_event is not None:

@@ -71,18 +71,25 @@ class _CallAfterInputGrads(torch.autograd.Function):
     """Identity whose backward runs `callback` once the gradients of all its inputs are known."""
 
     @staticmethod
-    def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, callback: Callable[[], None], probe: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.callback = callback
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         ctx.callback()
-        return (None, *grads)
+        return (None, None, *grads)
 
 
-def call_after_input_grads(value: Any, callback: Callable[[], None]) -> tuple[Any, int | None]:
+def call_after_input_grads(
+    value: Any, callback: Callable[[], None], probe: torch.Tensor | None = None
+) -> tuple[Any, int | None]:
     """Arrange for `callback` when backward has left a module whose inputs are `value`.
+
+    `probe` is a leaf that becomes an input of the mark and gets no gradient: whether a backward would reach it tells
+    whether the backward is a whole one.
 
     Returns the inputs to use instead and the sequence number of the mark in the graph; (value, None) if nothing in
     `value` requires a gradient, in which case backward never leaves through the inputs.
@@ -90,7 +97,7 @@ def call_after_input_grads(value: Any, callback: Callable[[], None]) -> tuple[An
     tensors = differentiable_tensors(value)
     if not tensors:
         return value, None
-    marked = iter(outputs := _CallAfterInputGrads.apply(callback, *tensors))
+    marked = iter(outputs := _CallAfterInputGrads.apply(callback, probe, *tensors))
     sequence_nr = outputs[0].grad_fn._sequence_nr()
     return map_tensors(lambda tensor: next(marked) if tensor.requires_grad else tensor, value), sequence_nr
 

@@ -94,7 +94,7 @@ class HSDPModule(FSDPModule):
         their shapes. Raises KeyError for any other key.
         """
         known = {
-            param.unsharded: (param, scheduler.state.mp_policy.reduce_dtype)
+            param.unsharded: (param, scheduler.state.reduce_dtype_of(param))
             for scheduler in self._schedulers(recurse=True)
             for param in scheduler.state.params
             if param.unsharded is not None

@@ -60,6 +60,9 @@ class HSDPParam:
         self.owners = owners
         self.fqn = owners[0].name
         self.original_id = _id_of_original(param)
+        if hasattr(param, "_hsdp_sharded"):
+            raise ValueError(f"parameter {self.fqn} belongs to an outer unit already; apply fully_shard to inner "
+                             "modules first")
         local = param._local_tensor if isinstance(param, DTensor) else param
         if not local.is_contiguous():
             raise ValueError(
@@ -98,6 +101,7 @@ class HSDPParam:
         """Make `local` this rank's piece; the Parameter object stays the same once it exists."""
         if self.sharded is None:
             self.sharded = nn.Parameter(self.to_dtensor(local), requires_grad=self.requires_grad_at_wrap)
+            self.sharded._hsdp_sharded = True  # type: ignore[attr-defined]
             self.register(self.sharded)
         else:
             cast(DTensor, self.sharded)._local_tensor = local
@@ -198,6 +202,9 @@ class HSDPParam:
             self.unsharded.grad = None
 
     def _local_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        if grad.layout is not torch.strided:
+            raise NotImplementedError(f"{self.fqn} got a {grad.layout} gradient, which cannot be cut into shards; use "
+                                      "nn.Embedding(sparse=False)")
         if isinstance(grad, AsyncCollectiveTensor):
             grad = grad.wait()
         if not isinstance(grad, DTensor):

@@ -55,6 +55,19 @@ class PartialSum:
 
     def __init__(self) -> None:
         self.flat: torch.Tensor | None = None
+        self.params: list[HSDPParam] = []
+
+    def check(self, params: Sequence[HSDPParam]) -> None:
+        """Raise RuntimeError if other parameters are trained now than those summed so far: nothing would line up."""
+        if self.flat is not None and self.params != params:
+            changed = sorted(param.fqn for param in {*self.params} ^ {*params})
+            raise RuntimeError(
+                f"{', '.join(changed)} was frozen or unfrozen while sums of its unit wait for their all-reduce; do so "
+                "after the backward that all-reduces"
+            )
+
+    def keep(self, flat: torch.Tensor, params: list[HSDPParam]) -> None:
+        self.flat, self.params = flat, params
 
     def add_to(self, flat: torch.Tensor) -> None:
         if self.flat is not None:
@@ -80,6 +93,7 @@ def reduce_sharded(
     until the reduction that all-reduces. `streams` are those for the reduce-scatter and the all-reduce.
     """
     params = [param for param in bucket.params if param.requires_grad]
+    partial.check(params)
     present = [grad is not None for grad in grads]
     dtype = rule.dtype or bucket_grad_dtype(params[0])
     before, after = rule.factors(dtype)
@@ -93,7 +107,7 @@ def reduce_sharded(
     partial.add_to(flat)
     if replicate is not None:
         if not all_reduce:
-            partial.flat = flat
+            partial.keep(flat, params)
             return
         yield from all_reduce_stages(replicate, streams[1], [flat], bucket.tag + 2)
     if rule.hook is not None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Any
@@ -50,7 +51,7 @@ class HSDPSchedulerState(Enum):
 class _Call:
     """One forward call of a unit, as backward will meet it."""
 
-    __slots__ = ("done_in_task", "position", "since")
+    __slots__ = ("__weakref__", "done_in_task", "position", "since")
 
     def __init__(self) -> None:
         self.position = -1  # in the recorded order of the step
@@ -77,9 +78,12 @@ class HSDPScheduler(UnitSettings):
         self.scheduler_ctx = SchedulerContext()
         self.scheduler_state: HSDPSchedulerState | None = None
         self.held = False
-        self._calls: list[_Call] = []  # forward calls that backward has not passed yet
+        # Forward calls that backward has not passed yet. The graph holds them: one that is dropped without a backward
+        # (an evaluation outside no_grad) takes its calls along, and nobody waits for them.
+        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         self._current_call: _Call | None = None
         self._modules_to_run: set[nn.Module] = set()
+        self._method_of: nn.Module | None = None  # a registered forward method of this module runs
         self._awaiting_weight_grads = False
         self._split = SplitBackward(state)
         self._register_hooks()
@@ -179,6 +183,8 @@ class HSDPScheduler(UnitSettings):
         """Hook before a module of the unit runs."""
         if in_backward():
             return self._pre_recompute(args, kwargs)
+        if module is self._method_of:
+            return self._cast_inputs(args, kwargs)
         if not self._modules_to_run:
             self._modules_to_run.update(self.modules)
             first = True
@@ -190,8 +196,20 @@ class HSDPScheduler(UnitSettings):
         if first and torch.is_grad_enabled():
             call = self._current_call = _Call()
             callback = functools.partial(self._post_backward, call)
-            (args, kwargs), call.since = call_after_input_grads((args, kwargs), callback)
+            (args, kwargs), call.since = call_after_input_grads((args, kwargs), callback, self._split.probe)
         return args, kwargs
+
+    @contextlib.contextmanager
+    def running_method_of(self, module: nn.Module) -> Iterator[None]:
+        """A method registered as a forward runs and may call `module` itself: the unit is entered already."""
+        outer, self._method_of = self._method_of, module
+        try:
+            yield
+        finally:
+            self._method_of = outer
+
+    def is_running_method_of(self, module: nn.Module) -> bool:
+        return self._method_of is module
 
     def _enter_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         ctx = self.scheduler_ctx
@@ -222,7 +240,7 @@ class HSDPScheduler(UnitSettings):
             # reentrant checkpointing: this recomputation is the forward that backward goes through
             call = self._current_call = _Call()
             callback = functools.partial(self._post_backward, call)
-            (args, kwargs), call.since = call_after_input_grads((args, kwargs), callback)
+            (args, kwargs), call.since = call_after_input_grads((args, kwargs), callback, self._split.probe)
         return args, kwargs
 
     @eager_only
@@ -231,6 +249,8 @@ class HSDPScheduler(UnitSettings):
         if in_backward():
             if self._current_call is not None:
                 self._watch_outputs(output)
+            return self._cast_outputs(output)
+        if module is self._method_of:
             return self._cast_outputs(output)
         ctx = self.scheduler_ctx
         self._modules_to_run.discard(module)
@@ -258,7 +278,7 @@ class HSDPScheduler(UnitSettings):
             return False
         watched = call_before_output_grads(output, functools.partial(self._pre_backward, call), call.since)
         if watched and call not in self._calls:
-            self._calls.append(call)
+            self._calls.add(call)
             if not in_backward():
                 call.position = len(self.scheduler_ctx.backward_trace)
                 self.scheduler_ctx.backward_trace.append(self)
@@ -272,6 +292,11 @@ class HSDPScheduler(UnitSettings):
                 self.state.reshard()
             else:
                 self.state.reshard_to(self._part_comms[self.reshard_after_forward])
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a graph exists through which backward can come to this unit."""
+        return len(self._calls) > 0
 
     def after_root_forward(self, *, backward_follows: bool) -> None:
         """Clean up at the end of the model's forward: half-run units, prefetches nobody used."""
@@ -307,7 +332,7 @@ class HSDPScheduler(UnitSettings):
             with self._span("pre_backward unshard"):
                 self.state.start_unshard(self.comm.gather_stream)
                 self.state.finish_unshard()
-        self._split.enter(was_full)
+        self._split.enter(was_full=was_full, marked=call.since is not None)
         self._prefetch(self._backward_targets(call), "backward prefetch")
 
     def _backward_targets(self, call: _Call) -> list[HSDPScheduler]:
@@ -320,8 +345,7 @@ class HSDPScheduler(UnitSettings):
     @eager_only
     def _post_backward(self, call: _Call) -> None:
         call.done_in_task = torch._C._current_graph_task_id()
-        if call in self._calls:
-            self._calls.remove(call)
+        self._calls.discard(call)
         self.scheduler_ctx.begin_backward()
         self.scheduler_state = HSDPSchedulerState.BACKWARD
         if self._leaves_weights_to_later():

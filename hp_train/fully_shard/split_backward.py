@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from hp_train.fully_shard.hooks import accumulates_into
 from hp_train.fully_shard.state import HSDPState
 
@@ -26,14 +28,20 @@ class SplitBackward:
     def __init__(self, state: HSDPState) -> None:
         self._state = state
         self._before: _Before | None = None
+        with torch.inference_mode(False):
+            self.probe = torch.zeros((), device=state.dp_mesh.device, requires_grad=True)
 
-    def enter(self, was_full: bool) -> None:
-        """Remember the gradients as they are if this backward will not reach the unit's parameters by itself.
+    def enter(self, *, was_full: bool, marked: bool) -> None:
+        """Remember the gradients as they are if this backward leaves the unit's parameters to a later one.
 
-        `was_full`: the unit was full before, so its full parameters can have been asked for.
+        Parameters that it does not reach may also be unused on this rank, while others wait for the reduction. The
+        `probe`, a leaf among the inputs of the mark at the unit's inputs, tells: a backward that asks for input
+        gradients alone leaves it out, a whole one does not. Without a mark (`marked`) no input requires a gradient
+        that could be asked for alone. `was_full`: the unit was full before, so its full parameters can have been
+        asked for.
         """
         params = [param.unsharded for param in self._state.trainable if param.unsharded is not None]
-        left_out = bool(params) and not any(accumulates_into(param) for param in params)
+        left_out = bool(params) and marked and not any(accumulates_into(leaf) for leaf in (self.probe, *params))
         self._before = _Before(was_full, self._state.grad_marks()) if left_out else None
 
     def leave(self, *, pipelined: bool) -> bool:

@@ -237,7 +237,8 @@ class HSDPState:
         return [param for param in self.params if param.requires_grad]
 
     def has_grads(self) -> bool:
-        return any(param.has_grad() for param in self.params)
+        """Whether a gradient waits to be reduced; one of a parameter that was frozen since stays where it is."""
+        return any(param.has_grad() for param in self.trainable)
 
     def grad_marks(self) -> list[tuple[int, int] | None]:
         """A mark per trainable parameter that differs after any accumulation into its unreduced gradient."""
@@ -247,7 +248,7 @@ class HSDPState:
         """Bring what autograd left in `.grad` into the reduce dtype."""
         for bucket in buckets if buckets is not None else (*self.sharded_buckets, *self.replicated_buckets):
             for param in bucket.params:
-                param.fold_grad(self.mp_policy.reduce_dtype)
+                param.fold_grad(self.reduce_dtype_of(param))
 
     def drop_grads(self) -> None:
         """Forget every gradient that was not handed to the optimizer yet."""
@@ -276,7 +277,7 @@ class HSDPState:
             if grads := self._take(bucket):
                 reductions.append(
                     reduce_sharded(
-                        bucket, self._rule(), self._partials[bucket], self.reduce_comm, self.dp_mesh.replicate,
+                        bucket, self._rule(bucket), self._partials[bucket], self.reduce_comm, self.dp_mesh.replicate,
                         streams, grads, all_reduce=all_reduce,
                     )
                 )
@@ -284,16 +285,21 @@ class HSDPState:
             return reductions
         for replicated in self.replicated_buckets:
             if grads := self._take(replicated):
-                reductions.append(reduce_replicated(replicated, self._rule(), self.dp_mesh.comms, streams[1], grads))
+                rule = self._rule(replicated)
+                reductions.append(reduce_replicated(replicated, rule, self.dp_mesh.comms, streams[1], grads))
         return reductions
 
     def _take(self, bucket: ShardedBucket | ReplicatedBucket) -> list[torch.Tensor | None]:
-        return [param.take_grad(self.mp_policy.reduce_dtype) for param in bucket.params if param.requires_grad]
+        return [param.take_grad(self.reduce_dtype_of(param)) for param in bucket.params if param.requires_grad]
 
-    def _rule(self) -> ReduceRule:
+    def reduce_dtype_of(self, param: HSDPParam) -> torch.dtype | None:
+        """The policy's, unless the parameter is complex: a cast would drop the imaginary part."""
+        return None if param.dtype.is_complex else self.mp_policy.reduce_dtype
+
+    def _rule(self, bucket: ShardedBucket | ReplicatedBucket) -> ReduceRule:
         divisor = self.gradient_divide_factor
         return ReduceRule(
-            self.mp_policy.reduce_dtype, float(self.dp_mesh.size) if divisor is None else divisor, self.all_reduce_hook
+            self.reduce_dtype_of(bucket.params[0]), float(self.dp_mesh.size) if divisor is None else divisor, self.all_reduce_hook
         )
 
 

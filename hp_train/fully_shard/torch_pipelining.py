@@ -21,6 +21,7 @@ class _PipeliningState:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._fsdp_param_groups: list[Any] = []
+        self._fsdp_param_group: Any = None  # torch 2.11 has one group to a state
         self._state_ctx = SimpleNamespace(all_states=[self])
 
     def _root_post_backward_final_callback(self) -> None:

@@ -14,12 +14,36 @@ from torch.distributed.fsdp import share_comm_ctx as torch_share
 
 from hp_train.fully_shard import HSDPModule, HSDPScheduler, fully_shard, register_fsdp_forward_method, share_comm_ctx
 
-# keyword -> default as text, read from torch's sources
+# keyword -> default as text, read from the sources inside the wheels of 2.11.0, 2.12.0, 2.13.0 and 2.14.1
 TORCH_2_11 = {
     "module": None, "mesh": "None", "reshard_after_forward": "None", "shard_placement_fn": "None",
     "mp_policy": "MixedPrecisionPolicy()", "offload_policy": "OffloadPolicy()", "ignored_params": "None",
 }
 TORCH_2_13 = {**TORCH_2_11, "dp_mesh_dims": "None"}
+RECORDED = {"2.11": TORCH_2_11, "2.12": TORCH_2_13, "2.13": TORCH_2_13, "2.14": TORCH_2_13}
+
+# public method of FSDPModule -> its arguments after self, from the same sources; `name*` by keyword only
+METHODS_2_11 = {
+    "reshard": [], "unshard": ["async_op=False"], "set_is_last_backward": ["is_last_backward"],
+    "set_requires_gradient_sync": ["requires_gradient_sync", "recurse*=True"],
+    "set_requires_all_reduce": ["requires_all_reduce", "recurse*=True"],
+    "set_reshard_after_forward": ["reshard_after_forward", "recurse=True"],
+    "set_reshard_after_backward": ["reshard_after_backward", "recurse*=True"],
+    "set_modules_to_forward_prefetch": ["modules"], "set_modules_to_backward_prefetch": ["modules"],
+    "set_custom_all_gather": ["comm"], "set_custom_reduce_scatter": ["comm"],
+    "set_all_reduce_hook": ["hook", "stream*=None"], "set_post_optim_event": ["event"],
+    "set_reduce_scatter_divide_factor": ["factor"], "set_gradient_divide_factor": ["factor"],
+    "set_force_sum_reduction_for_comms": ["enable"], "set_unshard_in_backward": ["unshard_in_backward"],
+    "set_allocate_memory_from_process_group_for_comm": ["enable"],
+}
+METHODS_2_12 = {**METHODS_2_11, "set_symm_mem_for_comm": ["backend='NCCL'"]}
+METHODS_2_13 = {
+    **METHODS_2_12, "reset_iter_state": [],
+    "set_reduce_scatter_unused_params": ["reduce_scatter_unused_params", "recurse*=True"],
+    "set_reduce_scatter_max_input_buffers": ["max_input_buffers", "recurse*=True"],
+    "set_separate_reduce_scatter_group": ["enable=True", "recurse*=True"],
+}
+METHODS = {"2.11": METHODS_2_11, "2.12": METHODS_2_12, "2.13": METHODS_2_13, "2.14": METHODS_2_13}
 OURS_AFTER = ["replicate_params", "comm_fusion", "comm_fusion_zero_copy", "mode"]
 
 
@@ -37,9 +61,18 @@ def test_keywords_of_the_installed_torch() -> None:
         assert ours[name].default == parameter.default, name
 
 
-@pytest.mark.parametrize("recorded", [TORCH_2_11, TORCH_2_13], ids=["2.11", "2.13-2.14"])
-def test_keywords_of_recorded_torch(recorded: dict[str, str | None]) -> None:
+def as_text(parameter: inspect.Parameter) -> str:
+    star = "*" if parameter.kind is inspect.Parameter.KEYWORD_ONLY else ""
+    default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
+    return f"{parameter.name}{star}{default}"
+
+
+@pytest.mark.parametrize("version", RECORDED)
+def test_keywords_of_recorded_torch(version: str) -> None:
+    recorded = RECORDED[version]
     ours = parameters_of(fully_shard)
+    if torch.__version__.startswith(f"{version}."):
+        assert list(parameters_of(torch_fully_shard)) == list(recorded), "the record is wrong"
     assert [name for name in ours if name in recorded] == list(recorded)
     for name, default in recorded.items():
         value = ours[name].default
@@ -47,6 +80,18 @@ def test_keywords_of_recorded_torch(recorded: dict[str, str | None]) -> None:
             assert value is inspect.Parameter.empty
         else:
             assert value is None if default == "None" else type(value).__name__ + "()" == default
+
+
+@pytest.mark.parametrize("version", METHODS)
+def test_methods_of_recorded_torch(version: str) -> None:
+    """Each is defined by our class, with torch's arguments first; what we add comes after, by keyword."""
+    if torch.__version__.startswith(f"{version}."):
+        public = [name for name in vars(FSDPModule) if not name.startswith("_")]
+        assert sorted(public) == sorted(METHODS[version]), "the record is wrong"
+    for name, recorded in METHODS[version].items():
+        ours = [as_text(item) for item in parameters_of(inspect.unwrap(vars(HSDPModule)[name])).values()][1:]
+        assert ours[: len(recorded)] == recorded, name
+        assert all("*=" in extra for extra in ours[len(recorded) :]), name
 
 
 def test_methods_of_the_installed_torch_are_answered_here() -> None:

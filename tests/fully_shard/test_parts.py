@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from hp_train.fully_shard.hooks import (
     call_after_input_grads,
@@ -18,6 +19,7 @@ from hp_train.fully_shard.hooks import (
 )
 from hp_train.fully_shard.placement import cut
 from hp_train.fully_shard.reduction import ReduceRule
+from hp_train.fully_shard.torch_pipelining import answer_torch_pipelining
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=3), st.integers(1, 6), st.data())
@@ -42,6 +44,23 @@ def test_fp16_division_is_split_exactly_and_about_evenly(divisor: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_other_dtypes_divide_once_after_the_sum(dtype: torch.dtype) -> None:
     assert ReduceRule(None, 6.0).factors(dtype) == (1.0, 6.0)
+
+
+def test_every_torch_pipelining_finds_what_it_reads() -> None:
+    """2.11 asks a state for its one group, later ones for a list; all of them then run the root's callback."""
+    reduced: list[bool] = []
+
+    class Stage(torch.nn.Module):
+        def reduce_grad(self, *, recurse: bool) -> None:
+            reduced.append(recurse)
+
+    stage = Stage()
+    answer_torch_pipelining(stage)
+    root = torch_fully_shard.state(stage)  # type: ignore[attr-defined]
+    for state in root._state_ctx.all_states:
+        assert not state._fsdp_param_group and list(state._fsdp_param_groups) == []
+    root._root_post_backward_final_callback()
+    assert reduced == [True]
 
 
 Pair = namedtuple("Pair", "left right")

@@ -8,14 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.nn import functional as F
 
 from hp_train.fully_shard import (
     HSDPSchedulerState,
     MixedPrecisionPolicy,
     count_collectives,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from hp_train.fully_shard.state import Form
 from tests.distributed.fully_shard.checks import (
@@ -23,7 +21,6 @@ from tests.distributed.fully_shard.checks import (
     assert_nothing_full,
     expect_collectives,
     rank,
-    schedulers,
     world_size,
 )
 from tests.distributed.fully_shard.models import batch, build, full, full_grads, loss_of, reference_grads, wrap
@@ -149,28 +146,6 @@ def several_forwards_then_one_backward(mesh: DeviceMesh) -> None:
 
 
 @REGISTRY.case
-def a_module_called_twice(mesh: DeviceMesh) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(torch.tanh(self.inner(x)))
-
-    model, reference = Twice(), Twice()
-    fully_shard(model.inner, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    with expect_collectives(reduce_scatter=1):
-        model(x).sum().backward()
-    reference(x).sum().backward()
-    assert_grads(model, {name: param.grad for name, param in reference.named_parameters()})
-    assert_nothing_full(model)
-
-
-@REGISTRY.case
 def forward_without_grad_then_training(mesh: DeviceMesh) -> None:
     for context in (torch.no_grad, torch.inference_mode):
         for reshard in (None, False):
@@ -286,26 +261,6 @@ def in_place_on_a_view_output(mesh: DeviceMesh) -> None:
 
 
 @REGISTRY.case
-def parameters_unused_on_some_ranks_or_all(mesh: DeviceMesh) -> None:
-    class Choice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.second, self.never = nn.Linear(200, 200), nn.Linear(200, 200), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
-            return self.first(x) if which == 0 else self.second(x)
-
-    model, reference = fully_shard(Choice(), mesh=mesh), Choice()
-    x = torch.randn(3, 200, generator=torch.Generator().manual_seed(1))
-    model(x, rank() % 2).sum().backward()
-    for each in range(world_size()):
-        (reference(x, each % 2).sum() / world_size()).backward()
-    assert_grads(model, {name: param.grad for name, param in reference.named_parameters()})
-    assert model.never.weight.grad is None
-
-
-@REGISTRY.case
 def explicit_and_mistargeted_prefetch(mesh: DeviceMesh) -> None:
     model = wrap(build(), fully_shard, mesh=mesh)
     blocks = list(model.blocks)
@@ -384,64 +339,6 @@ def split_backward_without_hold_keeps_the_unit_full(mesh: DeviceMesh) -> None:
     reference(x).sum().backward()
     assert_grads(block, {name: param.grad for name, param in reference.named_parameters()})
     assert_nothing_full(block)
-
-
-@REGISTRY.case
-def a_forward_method_of_another_name(mesh: DeviceMesh) -> None:
-    class Encoder(nn.Linear):
-        def encode(self, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, self.weight, self.bias)
-
-    model = fully_shard(Encoder(4, 4), mesh=mesh)
-    register_fsdp_forward_method(model, "encode")
-    model.encode(torch.ones(1, 4)).sum().backward()
-    assert torch.equal(full_grads(model)["weight"], torch.ones(4, 4))
-    assert_nothing_full(model)
-
-
-@REGISTRY.case
-def part_of_the_model_runs_alone_first(mesh: DeviceMesh) -> None:
-    model = wrap(build(), fully_shard, mesh=mesh)
-    with torch.no_grad():
-        model.blocks[0](torch.ones(1, 2, 32))
-    loss_of(model, batch(0, rank())).backward()
-    assert_grads(model, reference_grads(build(), world_size()))
-    contexts = {scheduler.scheduler_ctx for scheduler in schedulers(model)}
-    assert len(contexts) == 1 and contexts.pop().root_module is model
-    assert_nothing_full(model)
-
-
-@REGISTRY.case
-def a_unit_of_several_modules_run_in_part(mesh: DeviceMesh) -> None:
-    """The model's forward stops before the head, which is then called by itself in chunks."""
-    model, reference = build(), build()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard([model.norm, model.head], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for each in (model, reference):
-        def hidden(tokens: torch.Tensor, each: nn.Module = each) -> torch.Tensor:
-            x = each.embed(tokens)
-            for block in each.blocks:
-                x = block(x)
-            return each.norm(x)
-
-        each.forward = hidden
-
-    def chunked(each: nn.Module, tokens: torch.Tensor) -> None:
-        x = each(tokens[:, :-1])
-        for half in x.chunk(2, dim=1):
-            each.head(half).float().pow(2).mean().backward(retain_graph=True)
-
-    for _ in range(2):
-        model.zero_grad()
-        chunked(model, batch(0, rank()))
-    for each in range(world_size()):
-        chunked(reference, batch(0, each))
-    assert_grads(
-        model, {name: param.grad / world_size() for name, param in reference.named_parameters()}
-    )
-    assert_nothing_full(model)
 
 
 @REGISTRY.case

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from hp_train.fully_shard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from hp_train.fully_shard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from tests.distributed.fully_shard.checks import assert_grads, assert_nothing_full, expect_collectives, rank, world_size
 from tests.distributed.fully_shard.models import Model, batch, build, full, full_grads, loss_of, reference_grads, wrap
 from tests.distributed.fully_shard.registry import Registry
@@ -123,6 +124,84 @@ def frozen_parameters(mesh: DeviceMesh) -> None:
 
 
 @REGISTRY.case
+def frozen_and_unfrozen_between_steps(mesh: DeviceMesh) -> None:
+    model, reference = wrap(build(), fully_shard, mesh=mesh), build()
+    for step, (frozen, reductions) in enumerate((("up.", 5), ("blocks.1", 4), ("nothing", 5))):
+        for each in (model, reference):
+            each.zero_grad()
+            for name, param in each.named_parameters():
+                param.requires_grad_(frozen not in name)
+        with expect_collectives(reduce_scatter=reductions):
+            loss_of(model, batch(step, rank())).backward()
+        assert_grads(model, reference_grads(reference, world_size(), step))
+        assert_nothing_full(model)
+
+
+@REGISTRY.case
+def frozen_with_a_gradient_that_waits(mesh: DeviceMesh) -> None:
+    """It stays where it is, as a plain `.grad` would, and costs no reduction until the parameter is trained again."""
+    model = wrap(build(num_blocks=1), fully_shard, mesh=mesh)
+    model.set_requires_gradient_sync(False)
+    loss_of(model, batch(0, rank())).backward()
+    model.set_requires_gradient_sync(True)
+    for trains, reductions in ((False, 2), (False, 2), (True, 3)):
+        for param in model.blocks.parameters():
+            param.requires_grad_(trains)
+        with expect_collectives(reduce_scatter=reductions):
+            loss_of(model, batch(0, rank())).backward()
+    reference = reference_grads(build(num_blocks=1), world_size())
+    assert_grads(model, {name: grad * (2 if "blocks" in name else 4) for name, grad in reference.items()})
+
+
+@REGISTRY.case
+def parameters_without_elements(mesh: DeviceMesh) -> None:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(4, 4)
+            self.no_rows, self.no_width = nn.Parameter(torch.empty(0, 4)), nn.Parameter(torch.empty(3, 0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(torch.cat([x, self.no_rows])).sum() + self.no_width.sum()
+
+    for zero_copy, mode in ((None, "fsdp"), (True, "fsdp"), (None, "ddp")):
+        model, reference = Empty(), Empty()
+        fully_shard(model, mesh=mesh, comm_fusion_zero_copy=zero_copy, mode=mode)
+        for each in (model, reference):
+            each(torch.ones(2, 4)).backward()
+        assert_grads(model, {name: param.grad for name, param in reference.named_parameters()})
+
+
+@REGISTRY.case
+def complex_parameters_keep_their_imaginary_part(mesh: DeviceMesh) -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight @ x.to(self.weight.dtype)).abs().sum()
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, reference, x = fully_shard(Complex(), mesh=mesh, mp_policy=policy), Complex(), torch.ones(3)
+    for each in (model, reference):
+        each(x).backward()
+    assert_grads(model, {"weight": reference.weight.grad})
+
+
+@REGISTRY.case
+def what_cannot_be_sharded_is_refused(mesh: DeviceMesh) -> None:
+    model = fully_shard(build(), mesh=mesh)
+    with pytest.raises(ValueError, match="inner modules first"):
+        fully_shard(model.blocks[0], mesh=mesh)
+    sparse = fully_shard(nn.EmbeddingBag(8, 4, mode="sum", sparse=True), mesh=mesh)
+    with pytest.raises(NotImplementedError, match="sparse=False"):
+        sparse(torch.tensor([[1, 2]])).sum().backward()
+
+
+@REGISTRY.case
 def tied_parameters_in_one_unit(mesh: DeviceMesh) -> None:
     model, reference = build(), build()
     for each in (model, reference):
@@ -173,6 +252,16 @@ def meta_device_then_to_empty(mesh: DeviceMesh) -> None:
 
 
 @REGISTRY.case
+def meta_device_then_assigned(mesh: DeviceMesh) -> None:
+    saved = wrap(build(), fully_shard, mesh=mesh).state_dict()
+    with torch.device("meta"):
+        model = Model()
+    wrap(model, fully_shard, mesh=mesh).load_state_dict(saved, assign=True)
+    loss_of(model, batch(0, rank())).backward()
+    assert_grads(model, reference_grads(build(), world_size()))
+
+
+@REGISTRY.case
 def conversion_to_another_dtype(mesh: DeviceMesh) -> None:
     model = wrap(build(), fully_shard, mesh=mesh).double()
     loss_of(model, batch(0, rank())).backward()
@@ -211,7 +300,16 @@ def clipping_counts_every_element_once(mesh: DeviceMesh) -> None:
 
 @REGISTRY.case
 def cpu_offload_on_cpu(mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     check_options(mesh, offload_policy=CPUOffloadPolicy())
+    results = []
+    for offload in (OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
+        model = build()
+        replicated = {model.norm.weight}
+        fully_shard(model, mesh=mesh, offload_policy=offload, mp_policy=policy, replicate_params=replicated)
+        loss_of(model, batch(0, rank())).backward()
+        results.append(full_grads(model))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
 @REGISTRY.case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -42,6 +43,35 @@ def all_reduce_once_per_optimizer_step(mesh: DeviceMesh) -> None:
         for each in range(world_size()):
             (loss_of(reference, batch(step, each)) / world_size()).backward()
     assert_grads(model, {name: param.grad for name, param in reference.named_parameters()})
+
+
+@REGISTRY.case
+def another_dim_under_hybrid(mesh: DeviceMesh) -> None:
+    model, reference = build(), build()
+    wrap(model, fully_shard, mesh=mesh, shard_placement_fn=lambda param: Shard(-1))
+    assert model.head.weight.placements == (Replicate(), Shard(1))
+    for step in range(2):
+        model.set_requires_all_reduce(step == 1)
+        loss_of(model, batch(step, rank())).backward()
+        for each in range(world_size()):
+            (loss_of(reference, batch(step, each)) / world_size()).backward()
+    assert_grads(model, {name: param.grad for name, param in reference.named_parameters()})
+    assert_nothing_full(model)
+
+
+@REGISTRY.case
+def freezing_while_sums_wait_is_refused(mesh: DeviceMesh) -> None:
+    model = wrap(build(num_blocks=1), fully_shard, mesh=mesh)
+    model.set_requires_all_reduce(False)
+    loss_of(model, batch(0, rank())).backward()
+    model.blocks[0].up.weight.requires_grad_(False)
+    model.set_requires_all_reduce(True)
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.weight was frozen or unfrozen while sums"):
+        loss_of(model, batch(1, rank())).backward()
+    model.reset_iter_state()
+    loss_of(model, batch(0, rank())).backward()
+    assert model.blocks[0].down.weight.grad is not None
+    assert_nothing_full(model)
 
 
 @REGISTRY.case
@@ -135,3 +165,21 @@ def over_tensor_parallel(mesh: DeviceMesh) -> None:
         for name, param in Mlp().named_parameters():
             assert torch.equal(full(model.get_parameter(name)), param)
     assert placements[0] == placements[1]
+
+
+@REGISTRY.case
+def hybrid_over_tensor_parallel(mesh: DeviceMesh) -> None:
+    reference = Mlp()
+    inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(index)) for index in range(2)]
+    for x in inputs:
+        reference(x).pow(2).sum().backward()
+    expected = {name: param.grad for name, param in reference.named_parameters()}
+    for shape, dim in (((2, 1, 2), 0), ((1, 2, 2), -1)):
+        grid = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+        model = parallelize_module(Mlp(), grid["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=grid["dp_replicate", "dp_shard"], shard_placement_fn=lambda param, dim=dim: Shard(dim))
+        for step in range(2):
+            model.set_requires_all_reduce(step == 1)
+            model(inputs[rank() // 2]).pow(2).sum().backward()
+        assert_grads(model, expected)
+        assert_nothing_full(model)

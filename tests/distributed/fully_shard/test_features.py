@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.fully_shard import cases_flow, cases_layout, cases_recompute
+from tests.distributed.fully_shard import cases_flow, cases_layout, cases_recompute, cases_units
 from tests.distributed.fully_shard.registry import merged
 from tests.distributed.ranks import run_ranks
 
-MODULES = {"layout": cases_layout, "flow": cases_flow, "recompute": cases_recompute}
+MODULES = {"layout": cases_layout, "flow": cases_flow, "recompute": cases_recompute, "units": cases_units}
 
 
 def run_module(rank: int, world_size: int, name: str) -> dict[str, str]:
