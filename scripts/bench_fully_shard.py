@@ -16,24 +16,34 @@ Expected before measuring, from gloo's rates (reduce_scatter 12.1 ms for 8 MB, a
 of FSDP2 with async unshard, hsdp the same, ddp at most 0.88 of `replicate`; 2,048 tokens 0.96 and 1.0; memory beyond
 shards, gradients, optimizer and activations at most 0.85, ddp's total at most 0.90.
 
-Measured with torch 2.13 on 2 cores under heavy other load (clock times up to ten times those of an idle machine, so
-the ratios of the clock scatter; ratios ours / torch):
+Measured with torch 2.13, two cores with nothing else on them, a 32 M Llama, the trainer's optimizer (fused AdamW),
+128 tokens a rank unless said otherwise; milliseconds are medians of a step by the clock, ratios ours / torch:
 
-    case, 32 M Llama, 128 tokens     clock          CPU
-    fsdp 2 vs FSDP2                  0.69 to 1.05   0.74 to 0.87
-    fsdp 2 vs FSDP2 async            0.75 to 1.24   0.86
-    hsdp 2 x 2 vs FSDP2              0.83           0.81
-    ddp 2 vs replicate               0.62 to 0.72   0.84
-    8 units of 32 small parameters   0.83           1.05
+    case                                   ours      torch     ratio   CPU     target
+    fsdp 2 vs FSDP2                        1042.1    1657.5    0.63    0.64    0.80
+    fsdp 2 vs FSDP2 async, prefetch        1042.1    1458.0    0.71    0.72    0.90
+    hsdp 2 x 2 vs FSDP2                    1937.3    2636.3    0.73    0.74    0.80
+    hsdp 2 x 2 vs FSDP2 async, prefetch    1937.3    2693.6    0.72    0.71    0.90
+    ddp 2 vs replicate                      917.2    1321.0    0.69    0.82    0.88
+    8 units of 256 small parameters         488.4     610.4    0.80    0.90
+    with --loop-adamw, torch's default AdamW, whose loop over DTensors costs both engines the same:
+    fsdp 2 vs FSDP2; async                 1042.8    1483.3    0.70; 0.76
+    hsdp 2 x 2 vs FSDP2; async             2508.2    3027.4    0.83; 0.84
+    ddp 2 vs replicate                     1044.0    1299.6    0.80
+    8 units of 32, of 256 parameters       242.5, 1644.3       0.81, 0.92
 
-    memory (MemTracker, exact)       ours MiB   torch MiB   ratio
-    fsdp 2, beyond the persistent    17.4       25.5        0.68
-    ddp 2, total, fused AdamW        522.1      588.7       0.89
-    ddp 2, total, AdamW's default    546.1      588.7       0.93
+    memory (MemTracker, exact)             ours MiB  torch MiB ratio   target
+    fsdp 2, beyond the persistent          17.4      25.5      0.68    0.85
+    hsdp 2 x 2, beyond the persistent      20.4      25.5      0.80    0.85
+    ddp 2, total, fused AdamW              522.1     588.7     0.89    0.90
+    ddp 2, total, --loop-adamw             546.1     588.7     0.93    0.90
 
-What limits it: at 128 tokens two thirds of the CPU time is computation and optimizer, the rest the kernel's copies into
-and out of the sockets; in ddp the peak is the optimizer's own temporaries unless it is fused. With many small
-parameters Python's cost per parameter limits both engines.
+The floor of fsdp 2 (`floor`, same run): 651 ms of computation and optimizer + 3 passes of 81 ms on the wire = 895 ms;
+a step takes 1.16 times that. What limits it: two thirds of the time is computation and optimizer, the rest the kernel's
+copies into and out of the sockets. Four processes on two cores (hsdp) add up their CPU time. In ddp the peak with
+--loop-adamw is the optimizer's: 514.1 MiB of parameters, gradients and moments and two temporaries of its largest
+parameter (16 MiB each) are there whatever the engine does; the engine's own peak is that of the fused line. With many
+small parameters Python's cost per parameter limits both engines.
 """
 
 from __future__ import annotations
@@ -158,13 +168,13 @@ class Run:
         return time.perf_counter() - start, time.process_time() - cpu_start
 
 
-def take_turns(runs: dict[str, Run], rounds: int, steps: int) -> dict[str, list[tuple[float, float]]]:
-    """Step times (clock, CPU) in seconds by engine; the first step of every turn warms up and is not counted."""
+def take_turns(runs: dict[str, Run], args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
+    """Step times (clock, CPU) in seconds by engine; neither the first round nor the turns' warm-up is counted."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for round_index in range(rounds + 1):
+    for round_index in range(args.rounds + 1):
         for name, run in runs.items():
             dist.barrier()
-            measured = [run.step() for _ in range(steps + 1)][1:]
+            measured = [run.step() for _ in range(args.warm_up + args.steps)][args.warm_up :]
             if round_index > 0:
                 times[name] += measured
     return times
@@ -172,7 +182,7 @@ def take_turns(runs: dict[str, Run], rounds: int, steps: int) -> dict[str, list[
 
 def measure_time(rank: int, args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
     engines = ["ours", "torch"] + (["torch_async"] if args.asynchronous and args.mode != "ddp" else [])
-    times = take_turns({name: Run(name, args, mesh) for name in engines}, args.rounds, args.steps)
+    times = take_turns({name: Run(name, args, mesh) for name in engines}, args)
     result: dict[str, Any] = {}
     for position, kind in enumerate(("clock", "cpu")):
         medians = {name: statistics.median(pair[position] for pair in pairs) for name, pairs in times.items()}
@@ -296,6 +306,7 @@ def main() -> None:
     parser.add_argument("--asynchronous", action="store_true", help="also FSDP2 with async unshard and prefetch")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="timed steps a turn")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps before those, not timed; 0 for steps of seconds")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     shape = MESHES[args.mode]
