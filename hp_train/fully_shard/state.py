@@ -299,7 +299,9 @@ class HSDPState:
     def _rule(self, bucket: ShardedBucket | ReplicatedBucket) -> ReduceRule:
         divisor = self.gradient_divide_factor
         return ReduceRule(
-            self.reduce_dtype_of(bucket.params[0]), float(self.dp_mesh.size) if divisor is None else divisor, self.all_reduce_hook
+            self.reduce_dtype_of(bucket.params[0]),
+            float(self.dp_mesh.size) if divisor is None else divisor,
+            self.all_reduce_hook,
         )
 
 

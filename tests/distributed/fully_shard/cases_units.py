@@ -1,4 +1,4 @@
-"""Units among other units: of several modules, called twice or alone, unused on some ranks, of two models, by method."""
+"""Units among others: of several modules, called twice or alone, unused on some ranks, of two models, by method."""
 
 from __future__ import annotations
 
