@@ -60,8 +60,8 @@ def _plugged(kind: str, config: TrainerConfig) -> Iterator[str]:
 
 RULES = (
     *(Rule((key.partition(".")[0],), partial(_plugged, kind)) for kind, key in registry.NAME_KEYS.items()),
-    Rule(("model.name", "model.dim", "model.num_heads"), _heads),
-    Rule(("model.name", "model.num_heads", "model.num_kv_heads"), _kv_heads),
+    Rule(("model.dim", "model.num_heads"), _heads),
+    Rule(("model.num_heads", "model.num_kv_heads"), _kv_heads),
     Rule(("trainer.seq_len", "model.max_seq_len"), _sequence),
     Rule(("model.rope_scaling",), _rope_scaling),
 )

@@ -129,8 +129,8 @@ def plan_node(config: TrainerConfig, devices: Devices | None = None) -> ProcessP
 
 def _processes_asked(config: TrainerConfig) -> int | None:
     """Return the processes that config names; None if it leaves them to the machine (dp_shard_size=-1, nproc auto)."""
-    if config.launcher.name == "inline":
-        return 1
+    if config.launcher.name == "inline" and config.fsdp.dp_shard_size == -1:
+        return _sizes_with(config, 1).world_size  # a mesh of more than one is told by a rule
     if config.launcher.nproc_per_node != "auto":
         return int(config.launcher.nproc_per_node)
     return None if config.fsdp.dp_shard_size == -1 else _sizes_with(config, config.fsdp.dp_shard_size).world_size
