@@ -1,8 +1,8 @@
 """Runs the processes of a run on this machine: attempts, restarts, and the exit code they come to. Imports torch.
 
 One attempt is one group of workers under torch's elastic agent with a rendezvous store on a port that the system picks.
-How it ended is judged in `attempt_end`, by what the workers left; whether to start again in `restart`. In a job of several
-nodes the first node's launcher does this (`launch`) and the others run their share of each attempt (`follow`); see `nodes`.
+How it ended is judged in `attempt_end`, by what the workers left; whether to start again in `restart`. In a job of
+several nodes the first node's launcher does this (`launch`), the others run their share of each attempt (`follow`).
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def launch(
     """Run the workers to their end, starting them again after failures as launcher.max_restarts allows.
 
     `stop` is installed already. `worker` is what the Python interpreter is given to run one rank; the config's path
-    follows; `group` the launchers of all nodes, where there are several. Returns how the last attempt ended; outcome.json
-    says it of each. Raises ConfigError if torch finds fewer GPUs than were planned with, SupersededError when another
-    launcher has taken over the run directory.
+    follows; `group` the launchers of all nodes, where there are several. Returns how the last attempt ended;
+    outcome.json says it of each. Raises ConfigError if torch finds fewer GPUs than were planned with, SupersededError
+    when another launcher has taken over the run directory.
     """
     if plan.device == "cuda":
         check_gpus(plan)
@@ -214,7 +214,8 @@ def _run_attempt(
         return note is not None and note.phase is Phase.ENDED
 
     logs = RankLogs(str(folder), {**_environment(attempt, plan), BOARD: str(watchdog.board.path)})
-    with _agent_log(folder), _worker_spec(run_dir, config_path, plan, worker, _rendezvous(run_dir, attempt, group)) as spec:
+    meeting = _rendezvous(run_dir, attempt, group)
+    with _agent_log(folder), _worker_spec(run_dir, config_path, plan, worker, meeting) as spec:
         agent = RunAgent(
             spec, logs, on_failure=note_dead, on_start=lambda: stop.watch_over(agent), must_end=must_end,
             has_ended=has_ended,

@@ -37,8 +37,8 @@ def job_script(config: TrainerConfig, recipe: str, nproc_per_node: int, paths: J
     launcher = config.launcher
     head = [
         "#!/bin/bash",
-        f"# {_comment(recipe or 'a run')}: {launcher.nodes} x {nproc_per_node} processes. Written by `hp-train submit`;",
-        "# `sbatch job.sbatch` submits it again, and the run goes on from its last checkpoint.",
+        f"# {_comment(recipe or 'a run')}: {launcher.nodes} x {nproc_per_node} processes.",
+        "# Written by `hp-train submit`. `sbatch job.sbatch` goes on with the run from its last checkpoint.",
         *_options(config, recipe, nproc_per_node, paths),
         *(line for line in launcher.extra_lines if _is_option(line)),
     ]

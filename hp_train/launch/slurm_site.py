@@ -102,7 +102,7 @@ def draft(partitions: Sequence[Partition], config: str) -> list[str]:
     """Return the YAML of a launcher option for the partition with the most GPUs."""
     best = partitions[0]
     lines = [
-        "# A launcher option for this cluster: save it as recipes/launcher/mycluster.yaml, use it by launcher=mycluster.",
+        "# A launcher option for this cluster: save it as recipes/launcher/mycluster.yaml, say launcher=mycluster.",
         "name: slurm",
         f"partition: {best.name}",
         "# account: your_account",

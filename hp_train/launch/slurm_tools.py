@@ -55,7 +55,7 @@ class Site:
 def missing_tools() -> str | None:
     """Return why SLURM cannot be used here, None if it can."""
     if shutil.which("sbatch") is None:
-        return "launcher=slurm needs SLURM's commands, and there is no sbatch here; submit from the cluster's login node"
+        return "launcher=slurm needs SLURM's commands, and there is no sbatch here; submit from a login node"
     return None
 
 

@@ -31,7 +31,8 @@ def _config(**launcher: object) -> TrainerConfig:
 
 
 def _script(config: TrainerConfig, run_dir: str = "/runs/one", recipe: str = "llama_fsdp", nproc: int = 8) -> str:
-    return job_script(config, recipe, nproc, JobPaths(Path(run_dir), "config.yaml", "/venv/bin/python", Path(run_dir) / "code"))
+    paths = JobPaths(Path(run_dir), "config.yaml", "/venv/bin/python", Path(run_dir) / "code")
+    return job_script(config, recipe, nproc, paths)
 
 
 def _options(script: str) -> list[str]:
@@ -41,9 +42,10 @@ def _options(script: str) -> list[str]:
 VARIANTS = {
     "plain": {},
     "full": {
-        "account": NASTY, "partition": "p", "qos": "q", "constraint": "a&b", "exclude": "node[1-2]", "dependency": "afterok:1",
-        "modules": [NASTY, "cuda/12"], "env": [f"A={NASTY}\nB"], "extra_lines": ["#SBATCH --mem=10G", "ulimit -l unlimited"],
-        "time": "36h", "cpus_per_node": 12, "gpu_request": "gres:h100", "signal_lead": "5m", "nodes": 64,
+        "account": NASTY, "partition": "p", "qos": "q", "constraint": "a&b", "exclude": "node[1-2]",
+        "dependency": "afterok:1", "modules": [NASTY, "cuda/12"], "env": [f"A={NASTY}\nB"],
+        "extra_lines": ["#SBATCH --mem=10G", "ulimit -l unlimited"], "time": "36h", "cpus_per_node": 12,
+        "gpu_request": "gres:h100", "signal_lead": "5m", "nodes": 64,
     },
     "array": {"array": "0-7%2", "continue_by": "resubmit"},
     "requeue": {"continue_by": "requeue"},
@@ -162,7 +164,8 @@ def test_a_cancelled_attempt_and_one_without_progress_are_called_so() -> None:
 
 SHOWN = (
     "JobId=4711 JobName=a b UserId=u(1) JobState=PENDING Reason=Resources Dependency=(null) Requeue=1 Restarts=2 "
-    "RunTime=00:00:00 TimeLimit=1-00:00:00 StartTime=2026-11-30T20:20:15 EndTime=Unknown NodeList=(null) StdOut=/a b/slurm_4711.out"
+    "RunTime=00:00:00 TimeLimit=1-00:00:00 StartTime=2026-11-30T20:20:15 EndTime=Unknown NodeList=(null) "
+    "StdOut=/a b/slurm_4711.out"
 )
 
 
@@ -177,13 +180,19 @@ def test_a_job_as_scontrol_shows_it() -> None:
 
 
 @pytest.mark.parametrize("text, seconds", [
-    ("2-00:00:00", 172_800), ("1-12", 129_600), ("12:00:00", 43_200), ("30:00", 1_800), ("90", 5_400), ("UNLIMITED", None),
+    ("2-00:00:00", 172_800), ("1-12", 129_600), ("12:00:00", 43_200), ("30:00", 1_800), ("90", 5_400),
+    ("UNLIMITED", None),
 ])
 def test_times_as_slurm_writes_them(text: str, seconds: int | None) -> None:
     assert seconds_of(text) == seconds
 
 
-CONFIG = "Configuration data as of now\nJobRequeue              = 0\nKillWait                = 30 sec\nPreemptMode             = REQUEUE\n"
+CONFIG = """\
+Configuration data as of now
+JobRequeue              = 0
+KillWait                = 30 sec
+PreemptMode             = REQUEUE
+"""
 PARTITIONS = (
     "PartitionName=main Default=YES GraceTime=0 MaxTime=1-00:00:00 PreemptMode=OFF\n"
     "PartitionName=preempt Default=NO GraceTime=45 MaxTime=UNLIMITED PreemptMode=REQUEUE\n"
@@ -216,7 +225,8 @@ SINFO = "main*|10|128|(null)\npreempt|4|96|gpu:h100:8(S:0-1)\npreempt|2|64|gpu:h
 
 
 def test_a_launcher_option_is_drafted_from_what_the_cluster_tells() -> None:
-    config = CONFIG + "SelectType              = select/cons_tres\nSLURM_VERSION           = 23.11.4\nClusterName             = alps\n"
+    config = f"{CONFIG}SelectType              = select/cons_tres\n"
+    config += "SLURM_VERSION           = 23.11.4\nClusterName             = alps\n"
     found = read_partitions(SINFO, PARTITIONS)
     assert describe_cluster(found, config) == [
         "SLURM 23.11.4, cluster alps: jobs are not queued again by default, KillWait 30 sec",
@@ -225,6 +235,7 @@ def test_a_launcher_option_is_drafted_from_what_the_cluster_tells() -> None:
     ]
     option = yaml.safe_load("\n".join(draft(found, config)))
     assert option == {
-        "name": "slurm", "partition": "preempt", "nproc_per_node": 8, "gpu_request": "gpus_per_node:h100", "time": "24:00:00",
+        "name": "slurm", "partition": "preempt", "nproc_per_node": 8, "gpu_request": "gpus_per_node:h100",
+        "time": "24:00:00",
     }  # fmt: skip
     assert "gpu_request: gres:h100" in draft(found, CONFIG), "without cons_tres"

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "unshare", "nsenter")
+COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "unshare", "nsenter", "setpriv")
+_DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL")  # nothing outlives the tests, however they end
 _PATIENCE_S = 60.0
 _CONF = """\
 ClusterName=tests
@@ -70,8 +71,9 @@ def _path() -> str:
 class Cluster:
     """Nodes by name; started and stopped once for a module of tests."""
 
-    def __init__(self, base: Path, nodes: tuple[str, ...], port: int = 18_200, cpus: int = 8) -> None:
-        self.base, self.nodes, self._port, self._cpus = base, nodes, port, cpus
+    def __init__(self, base: Path, nodes: tuple[str, ...], cpus: int = 8) -> None:
+        self.base, self.nodes, self._cpus = base, nodes, cpus
+        self._port = 10_000 + os.getpid() % 500 * 16  # two clusters on one machine never meet
         self.environment = {**os.environ, "SLURM_CONF": str(base / "slurm.conf"), "PATH": _path()}
         self._daemons: list[subprocess.Popen] = []
         self._inits: dict[str, subprocess.Popen] = {}
@@ -85,8 +87,8 @@ class Cluster:
         self._write_conf()
         munge = self.base / "munge"
         self._run(
-            "munged", "--foreground", f"--key-file={munge}/key", f"--socket={munge}/socket", f"--pid-file={munge}/pid",
-            f"--log-file={munge}/log", f"--seed-file={munge}/seed",
+            "munged", "--foreground", "--force", f"--key-file={munge}/key", f"--socket={munge}/socket",
+            f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed",
         )  # fmt: skip
         wait_until((munge / "socket").exists, "munged listens")
         self._run("slurmctld", "-D", "-i")
@@ -109,8 +111,9 @@ class Cluster:
 
     def _run(self, *command: str) -> None:
         log = open(self.base / "log" / f"{command[0]}.out", "w")
+        started = [*_DIE_WITH_US, *command]
         self._daemons.append(
-            subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            subprocess.Popen(started, env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         )
 
     def _idle(self) -> set[str]:
@@ -125,7 +128,7 @@ class Cluster:
         script = 'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; slurmd -N "$1"; '
         script += "while :; do sleep 60 & wait $!; done"  # which reaps orphans, as any first process must
         self._inits[name] = subprocess.Popen(
-            ["unshare", "--uts", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child",
+            [*_DIE_WITH_US, "unshare", "--uts", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child",
              "bash", "-c", script, "node", name, str(self.base)],
             env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,

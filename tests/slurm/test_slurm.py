@@ -21,12 +21,12 @@ from tests.slurm.cluster import Cluster, wait_until, why_not
 pytestmark = pytest.mark.slurm
 HP_TRAIN = Path(sys.executable).with_name("hp-train")
 MUST_RUN = "HP_TRAIN_REQUIRE_SLURM"  # set by CI: a skip there would hide that nothing was tested
-TINY = (
-    "recipe=llama_fsdp", "model.dim=32", "model.num_heads=2", "model.num_kv_heads=1", "model.ffn_dim=64",
-    "trainer.seq_len=16", "trainer.global_batch_size=64", "trainer.micro_batch_size=2", "trainer.device=cpu", "trainer.log_every=5",
-    "trainer.eval_every=0", "trainer.eval_batches=8", "lr_scheduler.warmup_steps=2", "checkpoint.every=4",
+SMALL = (  # a tenth of a second a step: long enough to hit a run in the middle of one
+    "recipe=llama_ddp", "trainer.device=cpu", "trainer.log_every=5", "trainer.eval_every=0", "checkpoint.every=4",
+    "lr_scheduler.warmup_steps=2", "launcher.health_check=false",
 )  # fmt: skip
-ONE_NODE = ("fsdp.dp_shard_size=1", "launcher.nproc_per_node=1", "launcher.cpus_per_node=2", "launcher.time=10m")
+TINY = ("model.dim=32", "model.num_heads=2", "model.num_kv_heads=1", "model.ffn_dim=64", "trainer.seq_len=16")
+ONE_NODE = ("fsdp.dp_replicate_size=1", "launcher.nproc_per_node=1", "launcher.cpus_per_node=2", "launcher.time=10m")
 NODES = ("node1", "node2", "node10")
 
 
@@ -50,15 +50,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs") / "a $(touch pwned) 'b\"; %j"
 
 
-def hp_train(cluster: Cluster, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def hp_train(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
+    process = start_hp_train(cluster, *words)
+    stdout, stderr = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
+
+
+def start_hp_train(cluster: Cluster, *words: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in cluster.environment.items() if not name.startswith("HP_TRAIN")}
-    return subprocess.run([HP_TRAIN, *words], env=environment, cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.Popen(
+        [HP_TRAIN, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def submit(cluster: Cluster, run_dir: Path, *words: str) -> str:
-    done = hp_train(cluster, "submit", *TINY, f"trainer.run_dir={run_dir}", *words)
+    done = hp_train(cluster, "submit", *SMALL, f"trainer.run_dir={run_dir}", *words)
     assert done.returncode == 0, done.stderr
-    return re.search(r"submitted job (\d+): llama_fsdp", done.stdout)[1]
+    return re.search(r"submitted job (\d+): llama_ddp", done.stdout)[1]
 
 
 def log_of(run_dir: Path) -> str:
@@ -88,8 +96,7 @@ def test_a_run_survives_a_requeue_a_power_cut_and_its_time_limit(cluster: Cluste
     run_dir, calm = folder / "disturbed", folder / "calm"
     layout = ("launcher.nproc_per_node=1", "launcher.cpus_per_node=2", "trainer.max_steps=40")
     job = submit(cluster, run_dir, "launcher.nodes=2", "launcher.time=10m", *layout)
-    done = hp_train(cluster, *TINY, f"trainer.run_dir={calm}", "trainer.max_steps=40", "launcher.nproc_per_node=2")
-    assert done.returncode == 0, done.stderr
+    calm_run = start_hp_train(cluster, *SMALL, f"trainer.run_dir={calm}", "trainer.max_steps=40")
 
     wait_for_step(run_dir, 6)
     cluster.kill_slurmd("node1")  # its tasks never notice
@@ -107,6 +114,7 @@ def test_a_run_survives_a_requeue_a_power_cut_and_its_time_limit(cluster: Cluste
     cluster.release(job)
     cluster.boot("node2")
     cluster.wait_for(job, "COMPLETED")
+    assert calm_run.wait(timeout=60) == 0, calm_run.communicate()[1]
 
     assert outcome(run_dir)["cause"] == "done" and outcome(run_dir)["attempt"] == 4, log_of(run_dir)
     kept = ("step", "loss", "grad_norm", "lr")
@@ -121,7 +129,7 @@ def test_a_run_survives_a_requeue_a_power_cut_and_its_time_limit(cluster: Cluste
 
 def test_a_cancelled_job_stays_cancelled(cluster: Cluster, folder: Path) -> None:
     run_dir = folder / "cancelled"
-    job = submit(cluster, run_dir, *ONE_NODE, "trainer.max_steps=100000")
+    job = submit(cluster, run_dir, *TINY, *ONE_NODE, "trainer.max_steps=100000")
     wait_for_step(run_dir, 2)
     done = hp_train(cluster, "cancel", str(run_dir))
     assert done.returncode == 0 and f"cancelled job {job}" in done.stdout, done.stderr
@@ -131,20 +139,20 @@ def test_a_cancelled_job_stays_cancelled(cluster: Cluster, folder: Path) -> None
     wait_until(lambda: no_process_of(run_dir), "all processes are gone")
 
 
-def test_a_run_that_diverges_is_not_queued_again(cluster: Cluster, folder: Path) -> None:
-    run_dir = folder / "diverged"
-    wild = ("optimizer=sgd", "optimizer.lr=100", "lr_scheduler=constant", "trainer.max_grad_norm=null")
-    job = submit(cluster, run_dir, *ONE_NODE, *wild, "trainer.max_steps=1000")
+def test_a_mistake_that_only_the_node_shows_fails_the_job_once(cluster: Cluster, folder: Path) -> None:
+    run_dir = folder / "mistaken"
+    words = ("trainer.device=cuda", "launcher.gpu_request=none")  # asks SLURM for no GPU, and then wants one
+    job = submit(cluster, run_dir, *TINY, *ONE_NODE, *words)
     cluster.wait_for(job, "FAILED")
-    assert "ExitCode=3:0" in cluster.show(job) and "Restarts=0" in cluster.show(job), log_of(run_dir)
-    assert outcome(run_dir)["cause"] in ("non_finite", "diverged")
-    assert "not queued again" in log_of(run_dir)
+    assert "ExitCode=2:0" in cluster.show(job) and "Restarts=0" in cluster.show(job), log_of(run_dir)
+    refused = next(line for line in log_of(run_dir).splitlines() if "not queued again" in line)
+    assert "to this job" in refused and "launcher.gpu_request=none" in refused
 
 
 def test_an_array_has_a_run_directory_for_each_task(cluster: Cluster, folder: Path) -> None:
     run_dir = folder / "array"
     seed = "trainer.seed=${oc.env:SLURM_ARRAY_TASK_ID,0}"
-    job = submit(cluster, run_dir, *ONE_NODE, "launcher.array=0-1", seed, "trainer.max_steps=3")
+    job = submit(cluster, run_dir, *TINY, *ONE_NODE, "launcher.array=0-1", seed, "trainer.max_steps=3")
     ends = [run_dir.with_name(f"array-{task}") for task in (0, 1)]
     wait_until(lambda: all((end / "outcome.json").exists() for end in ends), lambda: log_of(ends[0]) + log_of(ends[1]))
     assert [outcome(end)["cause"] for end in ends] == ["done", "done"]
@@ -156,9 +164,9 @@ def test_an_array_has_a_run_directory_for_each_task(cluster: Cluster, folder: Pa
     ("launcher.nodes=4",), ("launcher.partition=nowhere",), ("launcher.nodes=2", "launcher.cpus_per_node=64"),
 ])
 def test_what_slurm_would_refuse_leaves_one_line_and_no_folder(cluster: Cluster, folder: Path, words) -> None:
-    shards = {"launcher.nodes=4": 4, "launcher.nodes=2": 2}.get(words[0], 1)
+    copies = {"launcher.nodes=4": 4, "launcher.nodes=2": 2}.get(words[0], 1)
     done = hp_train(
-        cluster, "submit", *TINY, f"trainer.run_dir={folder / 'refused'}", f"fsdp.dp_shard_size={shards}",
+        cluster, "submit", *SMALL, f"trainer.run_dir={folder / 'refused'}", f"fsdp.dp_replicate_size={copies}",
         "launcher.nproc_per_node=1", *words,
     )  # fmt: skip
     assert done.returncode == 2, done.stdout + done.stderr
