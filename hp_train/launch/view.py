@@ -12,9 +12,11 @@ import time
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
@@ -35,12 +37,15 @@ class LiveView:
         self._loss_means_nothing = loss_means_nothing
         self._history: History | None = None
         self._live: Live | None = None
+        self._shown: RenderableType = ""
+        self._width = 0  # of the terminal when that was drawn
         self._stale = False
         self._drawn_at = 0.0
 
     def __enter__(self) -> Self:
         self._history = None
-        self._live = Live(self._render(), console=self._console, auto_refresh=False, transient=False)
+        self._shown, self._width = self._render(), self._console.width
+        self._live = Live(self._shown, console=self._console, auto_refresh=False, transient=False)
         self._live.start()
         return self
 
@@ -70,11 +75,31 @@ class LiveView:
         self._stale = False
         self._drawn_at = time.monotonic()
         with contextlib.suppress(OSError):  # the terminal hung up: the run goes on
-            self._live.update(self._render(), refresh=True)
+            self._follow_resizing()
+            self._shown = self._render()
+            self._live.update(self._shown, refresh=True)
+
+    def _follow_resizing(self) -> None:
+        """After the terminal became narrower or wider, clear what is left of the last drawing.
+
+        A narrower terminal has broken its lines, so that they take more rows than rich counts, which would go up too
+        little and leave the rest standing.
+        """
+        width = self._console.width
+        if width == self._width:
+            return
+        lines = self._console.render_lines(self._shown, self._console.options.update_width(self._width), pad=False)
+        rows = sum(max(1, math.ceil(sum(part.cell_length for part in line) / width)) for line in lines)
+        clear, up = (ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)
+        to_the_top = Control(*[clear, up] * (rows - 1), clear)
+        back_to_where_rich_starts = Control(*[(ControlType.CURSOR_DOWN, len(lines) - 1)] if len(lines) > 1 else [])
+        self._console.control(to_the_top, back_to_where_rich_starts)
+        self._width = width
 
     def line(self, text: str) -> None:
         """Print a line above the view, as it is: no markup, no highlighting."""
         with contextlib.suppress(OSError):
+            self._follow_resizing()
             self._console.print(Text(text), highlight=False)
 
     def _render(self) -> RenderableType:

@@ -31,7 +31,8 @@ class WandbSink:
             "dir": str(run_dir),
             "config": dataclasses.asdict(config),
             "resume": "allow",
-            "settings": wandb.Settings(console="off"),  # the output of ranks is in their logs already
+            # The output of ranks is in their logs already, and a summary of figures in ours.
+            "settings": wandb.Settings(console="off", quiet=True),
         }
         try:
             self._run = wandb.init(**settings)
@@ -39,6 +40,7 @@ class WandbSink:
             reason = " ".join(str(error).split())
             print(f"W&B cannot be reached ({reason}); writing offline into {run_dir / 'wandb'}", file=sys.stderr, flush=True)
             self._run = wandb.init(**settings, mode="offline")
+        print(f"W&B: {self._run.url or f'offline, in {run_dir}/wandb'}", flush=True)
         # Steps are a column, not W&B's own count: that may not go back, as steps do after a checkpoint is loaded.
         self._run.define_metric("*", step_metric="step")
 

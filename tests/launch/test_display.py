@@ -149,6 +149,23 @@ def test_lines_pass_above_the_live_view_unchanged_and_without_colour(monkeypatch
     assert "\x1b[3" not in stream.getvalue()  # no colour code
 
 
+def test_a_terminal_made_narrower_is_cleared_of_the_broken_lines() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=100, force_terminal=True, _environ={"TERM": "xterm"})
+    with LiveView(console) as view:
+        view.open_attempt(_history(EIGHT_GPUS, [FULL]))
+        view.line("shown")  # draws, and the view below it
+        view.open_attempt(_history(EIGHT_GPUS, [FULL]))
+        view._drawn_at = 0.0
+        view.tick()
+        num_lines = len(_draw(_history(EIGHT_GPUS, [FULL]), 100))
+        console.width = 60  # each line of 100 now takes two rows
+        before = len(stream.getvalue())
+        view.line("a warning")
+        cleared = stream.getvalue()[before:].partition("a warning")[0]
+    assert cleared.startswith("\x1b[2K\x1b[1A" * (2 * num_lines - 1) + f"\x1b[2K\x1b[{num_lines - 1}B")
+
+
 def test_sparkline_is_scaled_from_lowest_to_highest_and_no_wider_than_asked() -> None:
     assert sparkline([3.0, 2.0, 1.0], 10) == "█▄▁" or sparkline([3.0, 2.0, 1.0], 10) == "█▅▁"
     assert len(sparkline([float(i % 7) for i in range(1000)], 40)) == 40

@@ -40,6 +40,8 @@ ROW = MetricsRow(3, 2.5, None, 0.5, 1e-3, 64, 640.0, 320.0, 0.1, 0.0, None, 2**2
 
 
 class _FakeRun:
+    url = "there/runs/1"
+
     def __init__(self) -> None:
         self.rows: list[dict] = []
         self.metrics: list[tuple] = []
