@@ -114,9 +114,10 @@ def test_keys_of_plugins_are_typed(loaded: None, tmp_path: Path, monkeypatch: py
     path.write_text(_to_yaml(job.config))
     (tmp_path / "capsule.json").write_text(json.dumps({"plugins": plugins.records()}))
     assert load_config(path) == job.config and [p["name"] for p in recorded_plugins(path)] == [MODEL, PARTS]
-    faulty = ["model.gated_conv.kernel_size=0", "model.gated_conv.kernl_size=1", "trainer.loss=penalized"]
-    assert examine([*faulty, "data.name=counts", "data.counts.modulus=13"]).messages == [
-        "unknown key model.gated_conv.kernl_size (did you mean model.gated_conv.kernel_size?)",
+    misspelt = examine(["model.gated_conv.kernl_size=1"]).messages
+    assert misspelt == ["unknown key model.gated_conv.kernl_size (did you mean model.gated_conv.kernel_size?)"]
+    faulty = ["model.gated_conv.kernel_size=0", "trainer.loss=penalized", "data.name=counts", "data.counts.modulus=13"]
+    assert examine(faulty).messages == [
         "trainer.loss=penalized is not a choice; use cross_entropy, penalised",
         "model.gated_conv.kernel_size=0 is out of bounds; use 1 to 64",
         "data.counts: modulus=13 brings bad luck; use another",
