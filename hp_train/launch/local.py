@@ -198,6 +198,8 @@ def _run_attempt(
             return True
         if group is not None and group.flag_is_up(attempt):
             return True
+        if record.standings:
+            return True  # the workers have been killed and are not gone yet
         if not watchdog.hangs():
             return False
         (folder / FAILED_MARK).touch()
