@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if tokenizer.name is None:
         print(f"without a tokenizer: data={config.data.name} has no text; name one with --tokenizer")
-    print(f"train on from it: hp-train model.pretrained={shlex.quote(str(to))} data.path=...")
+    print(f"train on from it: hp-train model.pretrained={shlex.quote(str(to))} data=tokens data.path=...")
     return ExitCode.DONE
 
 
