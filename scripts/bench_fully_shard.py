@@ -26,6 +26,7 @@ Measured with torch 2.13, two cores with nothing else on them, a 32 M Llama, the
     hsdp 2 x 2 vs FSDP2 async, prefetch    1937.3    2693.6    0.72    0.71    0.90
     ddp 2 vs replicate                      917.2    1321.0    0.69    0.82    0.88
     8 units of 256 small parameters         488.4     610.4    0.80    0.90
+    2,048 tokens                            not measured on an idle machine yet       0.96, 1.0
     with --loop-adamw, torch's default AdamW, whose loop over DTensors costs both engines the same:
     fsdp 2 vs FSDP2; async                 1042.8    1483.3    0.70; 0.76
     hsdp 2 x 2 vs FSDP2; async             2508.2    3027.4    0.83; 0.84
