@@ -20,7 +20,7 @@ from hp_train.verbs import VERB_GROUPS, VERBS
 
 USAGE = "hp-train [VERB] [recipe=NAME] [group=option ...] [key=value ...]"
 WIDTH = 100
-_MOST_OPTIONS = 6  # options of a group that the overview names; `hp-train help GROUP` names all
+_MOST_OPTIONS = 5  # options of a group that the overview names; `hp-train help GROUP` names all
 
 _OPTIONS = {
     "--cfg job": "print the composed config instead of training (-p GROUP: one group of it)",
@@ -31,7 +31,6 @@ _OPTIONS = {
 }
 _EXAMPLES = {
     "hp-train recipe=llama_fsdp_pp": "train a small Llama, four processes",
-    "hp-train recipe=llama_fsdp_pp fsdp.dp_shard_size=1 --cfg job": "what would run",
     "hp-train resume last trainer.max_steps=1000": "go on, further than planned",
 }
 _EXIT_CODES = (
