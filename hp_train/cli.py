@@ -50,7 +50,9 @@ def _dispatch(arguments: list[str], argv: list[str]) -> int:
     if first == "train":
         return _train(arguments[1:], argv)
     parser = parser_of(first)
-    args = parser.parse_args(arguments[1:])
+    # Overrides may stand before and after options; a verb that has verbs of its own cannot take them so.
+    parse = parser.parse_intermixed_args if first in WITH_ARGV else parser.parse_args
+    args = parse(arguments[1:])
     parser.refuse_empty(args)
     command = command_module(first)
     return command.run(args, argv) if first in WITH_ARGV else command.run(args)

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     state = read_state(run_dir)
     if state.job is not None and state.job.is_active:
         slurm_tools.cancel(state.job.job_id)
-        print(f"cancelled job {state.job.job_id} of {run_dir}; what KillWait leaves time for is saved")
+        print(f"cancelled job {state.job.job_id} of {run_dir}; its last checkpoint stays")
         return 0
     owner = living_owner(run_dir)
     if owner is None:
