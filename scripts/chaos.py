@@ -318,16 +318,12 @@ def nothing_left(victim: Victim) -> Iterator[None]:
         victim.leave_nothing()
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
-    """Give `folder` a disk of its own, of 24 MB; say whether that is possible here."""
-    folder.mkdir(parents=True, exist_ok=True)
+def give_small_disk(folder: Path) -> bool:
+    """Give `folder` a disk of its own, of 24 MB, in memory; say whether that is possible here."""
     if os.path.ismount(folder):
-        yield True
-        return
+        return True
     words = ["mount", "-t", "tmpfs", "-o", "size=24m", "chaos", str(folder)]
-    mounted = os.geteuid() == 0 and subprocess.run(words, check=False, capture_output=True).returncode == 0
-    yield mounted
+    return os.geteuid() == 0 and subprocess.run(words, check=False, capture_output=True).returncode == 0
 
 
 def main() -> int:
@@ -343,22 +339,27 @@ def main() -> int:
     folder = args.folder.absolute()
     max_steps = max(20, args.rounds * STEPS_PER_ROUND)
     settings = [*SETTINGS, f"trainer.max_steps={max_steps}", f"trainer.seed={args.seed}"]
-    with small_disk(folder / "disk") as has_small_disk:
-        kinds = [kind for kind in args.kinds.split(",") if kind != "disk" or has_small_disk]
-        if len(kinds) < len(args.kinds.split(",")):
-            print("no tmpfs can be mounted here: rounds of the kind `disk` are left out")
-        reference = Victim(folder / "straight", settings, args.processes)
-        if not (reference.folder / "outcome.json").exists():
-            with nothing_left(reference):
-                reference.start()
-                check(reference.end(WHOLE_RUN_S) == 0, f"the undisturbed run failed: see {reference.log}")
-        victim = Victim(folder / "disk" / "disturbed", settings, args.processes)
-        with nothing_left(victim):
-            return play(victim, reference, kinds, args, max_steps)
+    disk = folder / "disk"
+    disk.mkdir(parents=True, exist_ok=True)
+    kinds = args.kinds.split(",")
+    if "disk" in kinds and not give_small_disk(disk):
+        print("no tmpfs can be mounted here: rounds of the kind `disk` are left out")
+        kinds.remove("disk")
+    reference = Victim(folder / "straight", settings, args.processes)
+    if not (reference.folder / "outcome.json").exists():
+        with nothing_left(reference):
+            reference.start()
+            check(reference.end(WHOLE_RUN_S) == 0, f"the undisturbed run failed: see {reference.log}")
+    victim = Victim(disk / "disturbed", settings, args.processes)
+    with nothing_left(victim):
+        is_over = play(victim, reference, kinds, args, max_steps)
+    if is_over and os.path.ismount(disk):
+        subprocess.run(["umount", str(disk)], check=True)
+    return 0
 
 
-def play(victim: Victim, reference: Victim, kinds: list[str], args: argparse.Namespace, max_steps: int) -> int:
-    """Play the rounds that are still to be played, then let the run end."""
+def play(victim: Victim, reference: Victim, kinds: list[str], args: argparse.Namespace, max_steps: int) -> bool:
+    """Play the rounds that are still to be played, then let the run end; say whether that was reached."""
     diary = reference.folder.parent / "rounds.txt"
     victim.log = reference.folder.parent / "disturbed.log"
     played = diary.read_text().splitlines() if diary.exists() else []
@@ -366,7 +367,7 @@ def play(victim: Victim, reference: Victim, kinds: list[str], args: argparse.Nam
     for number in range(len(played), args.rounds):
         if time.monotonic() - started_at > args.until_s:
             print(f"{number} of {args.rounds} rounds played; the same command goes on")
-            return 0
+            return False
         dice = random.Random(f"{args.seed} {number}")
         kind = dice.choices(kinds, [KINDS[kind][0] for kind in kinds])[0]
         line = f"round {number + 1:3}: {play_round(victim, kind, dice, max_steps)}"
@@ -381,7 +382,7 @@ def play(victim: Victim, reference: Victim, kinds: list[str], args: argparse.Nam
     told = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
     print(f"{len(played)} rounds ({told}), {victim.attempt()} attempts: {max_steps} rows and the final checkpoint are "
           "bitwise the undisturbed run's; no sample lost or read twice, no process left")  # fmt: skip
-    return 0
+    return True
 
 
 if __name__ == "__main__":
