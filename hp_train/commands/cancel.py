@@ -11,6 +11,7 @@ from hp_train.launch import slurm_tools
 from hp_train.launch.owner import living_owner, machine_identity
 from hp_train.launch.run_of_job import find_run_or_job
 from hp_train.launch.run_state import read_state
+from hp_train.launch.slurm_end import CANCELLED_FILE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +24,7 @@ def run(args: argparse.Namespace) -> int:
     run_dir = find_run_or_job(args.run)
     state = read_state(run_dir)
     if state.job is not None and state.job.is_active:
+        (run_dir / CANCELLED_FILE).touch()  # what SLURM shows of a job that ends does not tell why
         slurm_tools.cancel(state.job.job_id)
         print(f"cancelled job {state.job.job_id} of {run_dir}; its last checkpoint stays")
         return 0

@@ -21,6 +21,7 @@ from hp_train.launch.outcome import Cause, Outcome, read_outcome, read_outcomes,
 from hp_train.launch.restart import nodes_to_exclude, why_not_again
 
 REFUSED_FILE = "refused.txt"  # in the incarnation's folder: why the launcher would not start
+CANCELLED_FILE = "slurm/cancelled"  # in the run directory: `hp-train cancel` was typed; a new submission removes it
 ATTEMPT_FILE = "first_attempt"  # there too: number of the first attempt of this incarnation
 
 
@@ -38,13 +39,15 @@ class JobState:
 
     state: str  # RUNNING, unless something has been done to it already
     restarts: int = 0
+    is_preempted: bool = False
 
     @classmethod
     def parse(cls, text: str) -> JobState:
         """Read `scontrol show job --oneliner`; an empty text gives an unknown state."""
         state = re.search(r"(?:^| )JobState=(\S+)", text)
         restarts = re.search(r"(?:^| )Restarts=(\d+)", text)
-        return cls(state[1] if state else "UNKNOWN", int(restarts[1]) if restarts else 0)
+        preempted = re.search(r"(?:^| )PreemptTime=(\d\S*)", text)
+        return cls(state[1] if state else "UNKNOWN", int(restarts[1]) if restarts else 0, preempted is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +89,10 @@ def decide(
         return Decision(Action.RESUBMIT if continue_by == "resubmit" else Action.REQUEUE, why)
     if continue_by == "requeue":
         return Decision(Action.END, f"a job in state {job.state} cannot be queued again (launcher.continue_by=requeue)")
-    if job.state in ("PREEMPTED", "TIMEOUT", "NODE_FAIL", "COMPLETING", "FAILED", "OUT_OF_MEMORY"):
+    # COMPLETING hides what came before it: cancelled by its owner, or queued again by SLURM. Neither is to go on twice.
+    if job.is_preempted or job.state in ("PREEMPTED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"):
         return Decision(Action.RESUBMIT, f"{why}; SLURM has ended the job ({job.state})")
-    return Decision(Action.END, f"the job is in state {job.state}")
+    return Decision(Action.END, f"the job is being ended by its owner or by SLURM ({job.state})")
 
 
 def main(arguments: list[str]) -> int:
@@ -105,6 +109,8 @@ def main(arguments: list[str]) -> int:
     outcomes = _with_this_incarnation(run_dir, marks, job)
     if not outcomes:
         return _print(Decision(Action.END, "no launcher came up; see the log above"), int(ExitCode.FAILED))
+    if (run_dir / CANCELLED_FILE).exists():
+        job = JobState("CANCELLED", job.restarts)
     decision = decide(
         outcomes, job,
         restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),

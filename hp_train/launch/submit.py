@@ -23,6 +23,7 @@ from hp_train.launch.devices import ProcessPlan, plan_processes
 from hp_train.launch.files import write_text
 from hp_train.launch.run_dir import choose_run_dir
 from hp_train.launch.run_of_job import JOB_ID_FILE, job_of
+from hp_train.launch.slurm_end import CANCELLED_FILE
 from hp_train.launch.slurm_script import JobPaths, job_script
 from hp_train.launch.slurm_tools import Site, SlurmError
 from hp_train.launch.snapshot import FOLDER, HASH_FILE, checkout, code_hash, take_plugins, take_snapshot
@@ -107,6 +108,7 @@ def submit_again(item: Submission, run_dir: Path, argv: list[str]) -> str:
 def write_submission(item: Submission, run_dir: Path, argv: list[str]) -> None:
     """Write what a further job of a run goes by: config, code and script."""
     (run_dir / "slurm").mkdir(exist_ok=True)
+    (run_dir / CANCELLED_FILE).unlink(missing_ok=True)
     number = 2 + len(list(run_dir.glob("config.submission_*.yaml")))
     recipe, overrides = item.recipe, item.overrides
     path = write_run_files(run_dir, item.config, recipe=recipe, overrides=overrides, argv=argv, submission=number)

@@ -140,6 +140,9 @@ TWICE = (_end(Cause.UNKNOWN, 1), _end(Cause.UNKNOWN, 2))
     ((SAVED,), JobState("TIMEOUT"), {}, Action.RESUBMIT, "TIMEOUT"),
     ((SAVED,), JobState("TIMEOUT"), {"continue_by": "requeue"}, Action.END, "cannot be queued again"),
     ((SAVED,), JobState("UNKNOWN"), {}, Action.END, "UNKNOWN"),
+    ((_end(Cause.PREEMPTED),), JobState("COMPLETING"), {}, Action.END, "by its owner or by SLURM"),
+    ((_end(Cause.PREEMPTED),), JobState("COMPLETING"), {"continue_by": "resubmit"}, Action.END, "by its owner"),
+    ((SAVED,), JobState("COMPLETING", 0, True), {}, Action.RESUBMIT, "COMPLETING"),
     ((SAVED,), RUNNING, {"restart": 3, "max_requeues": 3}, Action.END, "max_requeues=3"),
     ((SAVED,), RUNNING, {"continued": 4, "max_requeues": 3}, Action.END, "gone on 4 times"),
     ((BAD,), RUNNING, {}, Action.END, "user_error"),
@@ -174,6 +177,8 @@ def test_a_job_as_scontrol_shows_it() -> None:
     assert (job.job_id, job.state, job.reason, job.restarts, job.nodes) == ("4711", "PENDING", "Resources", 2, "")
     assert job.start is not None and job.end is None and job.is_active
     assert JobState.parse(SHOWN) == JobState("PENDING", 2) and JobState.parse("") == JobState("UNKNOWN", 0)
+    assert JobState.parse("JobState=COMPLETING PreemptTime=2026-11-30T20:20:15").is_preempted
+    assert not JobState.parse("JobState=COMPLETING PreemptTime=None").is_preempted
     assert parse_test_only("sbatch: Job 3 to start at 2026-11-30T20:20:18 using 1 processors") == (
         "expected start 2026-11-30T20:20:18"
     )
