@@ -27,12 +27,7 @@ SETTINGS = {
 }  # fmt: skip
 FIRST = {"fsdp.dp_shard_size": 2}
 MESHES = {
-    4: {
-        "hsdp": {"fsdp.dp_mode": "hsdp", "fsdp.dp_shard_size": 2, "fsdp.dp_replicate_size": 2},
-        "interleaved x fsdp": {
-            "accelerator.pp_size": 2, "fsdp.dp_shard_size": 2, "pp.schedule": "interleaved_1f1b",
-        },
-    },
+    4: {"hsdp": {"fsdp.dp_mode": "hsdp", "fsdp.dp_shard_size": 2, "fsdp.dp_replicate_size": 2}},
     2: {
         "torch's fsdp": {"fsdp.dp_shard_size": 2, "fsdp.implementation": "torch"},
         "ddp": {"fsdp.dp_mode": "ddp", "fsdp.dp_replicate_size": 2},
