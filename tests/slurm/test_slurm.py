@@ -134,7 +134,8 @@ def test_a_cancelled_job_stays_cancelled(cluster: Cluster, folder: Path) -> None
     done = hp_train(cluster, "cancel", str(run_dir))
     assert done.returncode == 0 and f"cancelled job {job}" in done.stdout, done.stderr
     wait_until(lambda: "not queued again: the job was cancelled" in log_of(run_dir), lambda: log_of(run_dir))
-    assert cluster.state(job) == "CANCELLED" and "Restarts=0" in cluster.show(job)
+    cluster.wait_for(job, "CANCELLED")
+    assert "Restarts=0" in cluster.show(job) and cluster.ask("squeue", "-h", "-o", "%A").split() == []
     assert outcome(run_dir)["cause"] == "cancelled"
     wait_until(lambda: no_process_of(run_dir), "all processes are gone")
 
