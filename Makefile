@@ -15,8 +15,9 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test test-pretrained install clean
 
 install: $(STAMP)-run
+# Three workers for two cores: much of the time a worker waits for the processes that it started.
 test: $(STAMP)-dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 # Opt-in: the weights are fetched once, into build/pretrained.
 test-pretrained: $(STAMP)-dev

@@ -10,6 +10,8 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+START_PROCESSES = {"distributed", "launch", "slurm", "test_end_to_end.py", "test_cli_bad_inputs.py"}
+
 
 @pytest.fixture(autouse=True)
 def loggers_that_speak() -> None:
@@ -21,7 +23,7 @@ def loggers_that_speak() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Files that start processes take longest: they go first, so that no worker is left with one at the end.
-    items.sort(key=lambda item: not {"distributed", "launch", "slurm", "test_end_to_end.py"} & set(item.path.parts))
+    items.sort(key=lambda item: not START_PROCESSES & set(item.path.parts))
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return
     without_gpu = pytest.mark.skip(reason="no NVIDIA device on this machine")
