@@ -79,8 +79,8 @@ def components(kind: str | None = None) -> list[Component]:
 
 
 def find(kind: str, name: str) -> Component | None:
-    """Return what a plugin has added under a name; None for what is built in."""
-    return _components.get((kind, name))
+    """Return what a plugin has added under a name; None for what is built in, and for what is no name at all."""
+    return _components.get((kind, name)) if isinstance(name, str) else None
 
 
 def settings_of(component: Component, config: Any) -> Any:

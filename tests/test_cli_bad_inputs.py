@@ -155,7 +155,7 @@ CHOICES = [
     ),
 ]
 WORDS = [
-    case("verb", "trian recipe=llama_single", ("trian is no verb", "did you mean train", "resume, recipes")),
+    case("verb", "trian recipe=llama_single", ("trian is no verb", "did you mean train", "resume, rerun")),
     case("no equals sign", "trainer.max_steps=5 recipe", ("argument recipe is not key=value",)),
     case("no key", "trainer.max_steps=5 =5", ("=5 has no key",)),
     case("empty verb", [""], ("'' is no verb", "use train")),
@@ -422,7 +422,7 @@ MACHINE = [
     case("is a file", "trainer.run_dir=run", ("trainer.run_dir=run", "is not a folder"), prepare=a_file),
     case("not writable", "trainer.run_dir=/proc/run", ("trainer.run_dir=/proc/run",)),
     case("run name", "trainer.run_name=../../x", ("trainer.run_name=../../x",)),
-    case("disk", "model=llama3_405b data=random trainer.device=cpu", ("one checkpoint needs 4,870.2 GB",)),
+    case("disk", "model=llama3_405b data=random trainer.device=cpu", ("one checkpoint needs 4.9 TB",)),
     case("in use here", "trainer.run_dir=run", ("trainer.run_dir=run is in use by process",), prepare=in_use()),
     case(
         "in use elsewhere",

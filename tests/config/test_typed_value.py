@@ -92,8 +92,10 @@ def test_text_arrives_in_the_config(text: str, tmp_path: Path, monkeypatch: pyte
 def test_home_is_put_before_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    keys = [key for key, leaf in LEAVES.items() if leaf.is_path and key != "model.pretrained"]
-    job = examine([*(f"{key}=~/a b" for key in keys), "pp.schedule=file:~/s.csv", "trainer.run_name=~x"])
+    keys = [key for key, leaf in LEAVES.items() if leaf.is_path and key not in ("model.pretrained", "data.sources")]
+    typed = [f"{key}=~/a b" for key in keys]
+    job = examine([*typed, "data.sources.mine=~/a b", "pp.schedule=file:~/s.csv", "trainer.run_name=~x"])
+    assert job.config.data.sources == {"mine": f"{tmp_path}/a b"}
     for key in keys:
         section, _, name = key.partition(".")
         assert getattr(getattr(job.config, section), name) == f"{tmp_path}/a b"
