@@ -34,9 +34,7 @@ def split_faults(num_layers: int, num_stages: int, layer_split: Sequence[int] | 
     return faults
 
 
-def split_layers(
-    model: ModelSection, num_stages: int, layer_split: Sequence[int] | None = None
-) -> tuple[range, ...]:
+def split_layers(model: ModelSection, num_stages: int, layer_split: Sequence[int] | None = None) -> tuple[range, ...]:
     """Return the global layer numbers that each stage of `model` holds: every layer once, in order.
 
     layer_split: layers of each stage; None splits evenly by parameters, embedding and head counted.

@@ -280,7 +280,9 @@ def _wire(numel: int, mode: str) -> dict[str, Any]:
 
 
 MEASURES: dict[str, Callable[..., dict[str, Any]]] = {
-    "time": measure_time, "memory": measure_memory, "floor": measure_floor,
+    "time": measure_time,
+    "memory": measure_memory,
+    "floor": measure_floor,
 }
 
 
@@ -288,7 +290,7 @@ def worker(rank: int, args: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(1)
     shape = MESHES[args.mode]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=math.prod(shape))
-    names = ("dp_replicate", "dp_shard")[-len(shape):]
+    names = ("dp_replicate", "dp_shard")[-len(shape) :]
     result = MEASURES[args.measure](rank, args, init_device_mesh("cpu", shape, mesh_dim_names=names))
     if rank == 0:
         case = {"measure": args.measure, "mode": args.mode, "tokens": args.tokens, "small_params": args.small_params}

@@ -59,7 +59,10 @@ def train_again(folder: Path) -> None:
     """Start from what was exported: the loss must be that of the weights that were exported."""
     shutil.rmtree(folder / "again", ignore_errors=True)
     words = [word.replace(WEIGHTS, "pp_2-hf") for word in TRAIN_ON if not word.startswith("trainer.max_steps")]
-    run(folder, ["hp-train", "trainer.run_dir=again", *MESHES["fsdp_2"], *words, "trainer.max_steps=1", "checkpoint.every=0"])
+    run(
+        folder,
+        ["hp-train", "trainer.run_dir=again", *MESHES["fsdp_2"], *words, "trainer.max_steps=1", "checkpoint.every=0"],
+    )
     row = json.loads((folder / "again" / "metrics.jsonl").read_text().splitlines()[0])
     first = json.loads((folder / "pp_2" / "metrics.jsonl").read_text().splitlines()[0])
     print(f"loss on the first batch: {first['loss']:.5f} before, {row['loss']:.5f} after", flush=True)
@@ -88,7 +91,10 @@ def compare_logits(folder: Path) -> None:
     with torch.no_grad():
         theirs, mine = reference(ids[:, :-1]).logits, ours(ids[:, :-1])
     worst = (theirs - mine).abs().max().item()
-    print(f"logits of {ids.shape[1] - 1} tokens: largest {theirs.abs().max():.1f}, largest difference {worst:.1e}", flush=True)
+    print(
+        f"logits of {ids.shape[1] - 1} tokens: largest {theirs.abs().max():.1f}, largest difference {worst:.1e}",
+        flush=True,
+    )
     assert worst <= LOGITS_TOLERANCE, f"logits differ by {worst}"
     perplexities = [
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[0, 1:]).exp().item() for logits in (theirs, mine)
@@ -115,7 +121,10 @@ def prepare(folder: Path) -> None:
     if (folder / "text").exists():
         return
     (folder / "plays.txt").write_bytes(shakespeare.load_train_text()[:200_000])
-    run(folder, ["hp-train", "data", "prepare", "plays.txt", "--tokenizer", f"{WEIGHTS}/tokenizer.json", "--out", "text"])
+    run(
+        folder,
+        ["hp-train", "data", "prepare", "plays.txt", "--tokenizer", f"{WEIGHTS}/tokenizer.json", "--out", "text"],
+    )
 
 
 def train(folder: Path, name: str, mesh: list[str]) -> None:

@@ -60,3 +60,15 @@ def _fault(path: Path, verify: bool) -> str | None:
     check = file_fault if verify else size_fault
     faults = (check(path, name, record) for name, record in sorted(manifest.files.items()))
     return next((fault for fault in faults if fault is not None), None)
+
+
+def slowest_save_s(checkpoints: Path) -> float:
+    """Return how long the slowest of the checkpoints that are kept took to write: from its first file to its last."""
+    slowest = 0.0
+    for folder in checkpoints.glob("step_*"):
+        try:
+            times = [path.stat().st_mtime for path in folder.iterdir()]
+        except FileNotFoundError:  # thinned out this very moment
+            continue
+        slowest = max(slowest, max(times, default=0.0) - min(times, default=0.0))
+    return slowest

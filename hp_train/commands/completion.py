@@ -87,6 +87,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.shell not in SCRIPTS:
         what = f"completion: {args.shell} is no shell with a script" if args.shell else "completion: which shell?"
-        raise ConfigError(f"{what}; use {', '.join(SCRIPTS)}: eval \"$(hp-train completion bash)\"")
+        raise ConfigError(f'{what}; use {", ".join(SCRIPTS)}: eval "$(hp-train completion bash)"')
     print(SCRIPTS[args.shell], end="")
     return 0

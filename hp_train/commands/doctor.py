@@ -14,7 +14,9 @@ from hp_train.launch.machine_checks import Verdict, check_machine
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("--slurm", action="store_true", help="what this SLURM cluster offers, and a launcher option for it")
+    parser.add_argument(
+        "--slurm", action="store_true", help="what this SLURM cluster offers, and a launcher option for it"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

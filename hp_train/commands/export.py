@@ -21,9 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="fp32", metavar="|".join(DTYPES), help="of the weights (fp32, as they were trained)"
     )
     parser.add_argument("--step", metavar="N", help="the checkpoint of this step (the newest)")
-    parser.add_argument(
-        "--tokenizer", metavar="byte|FILE.json", help="in place of the tokenizer of the run's data"
-    )
+    parser.add_argument("--tokenizer", metavar="byte|FILE.json", help="in place of the tokenizer of the run's data")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
     if args.dtype not in DTYPES:
         faults.append(f"--dtype {args.dtype} is not a choice; use {', '.join(DTYPES)}")
     if not Path(args.to).name:
-        faults.append(f"--to {args.to} is not the name of a new folder" if args.to else "--to is empty; name a new folder")
+        faults.append(
+            f"--to {args.to} is not the name of a new folder" if args.to else "--to is empty; name a new folder"
+        )
     if args.step is not None:
         step, fault = whole_number("--step", args.step, 1)
         faults += fault

@@ -13,7 +13,9 @@ from hp_train.verbs import VERBS
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("topic", nargs="?", metavar="GROUP|KEY|VERB", help="what to tell about; without it, an overview")
+    parser.add_argument(
+        "topic", nargs="?", metavar="GROUP|KEY|VERB", help="what to tell about; without it, an overview"
+    )
     parser.add_argument("--config-dir", metavar="DIR", help="a folder with recipes and options of your own")
 
 

@@ -14,7 +14,9 @@ _NAME = "report.html"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run to report on: its directory, last, or the end of its id")
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", help="the run to report on: its directory, last, or the end of its id"
+    )
     parser.add_argument("--out", metavar="FILE", help=f"file to write; default: {_NAME} in the run directory")
 
 

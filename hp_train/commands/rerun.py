@@ -18,7 +18,9 @@ USAGE = "hp-train rerun RUN_DIR [key=value ...]"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run to repeat: its directory, last, or the end of its id")
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", help="the run to repeat: its directory, last, or the end of its id"
+    )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="what is to differ from it")
     parser.add_argument("--config-dir", metavar="DIR", help="a folder with recipes and options of your own")
 

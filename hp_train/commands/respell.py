@@ -46,7 +46,9 @@ def unknown_option(unknown: Sequence[str], arguments: Sequence[str], known: Sequ
     else:
         key = next(iter(nearest_key(name, LEAVES)), None) if "." in name or name in _ENDS else None
     if key is None:
-        return f"unknown option {option}{did_you_mean([nearest(option.partition('=')[0], known)])}; use {', '.join(known)}"
+        return (
+            f"unknown option {option}{did_you_mean([nearest(option.partition('=')[0], known)])}; use {', '.join(known)}"
+        )
     place = list(arguments).index(option)
     rest = list(arguments[place + 1 :])
     if not equals:

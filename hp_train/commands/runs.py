@@ -36,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     for row in rows:
         left = f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}"
-        print("  ".join([left, *(f"{text:>{width}}" for text, width in zip(row[2:], widths[2:], strict=True))]).rstrip())
+        print(
+            "  ".join([left, *(f"{text:>{width}}" for text, width in zip(row[2:], widths[2:], strict=True))]).rstrip()
+        )
     if len(shown) < len(found):
         print(f"and {len(found) - len(shown)} older; -n 0 lists all {len(found)}")
     return 0

@@ -17,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run: its directory, last, or the end of its id")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to go on from")
-    parser.add_argument("--max-tokens", default=str(MAX_TOKENS), metavar="N", help=f"tokens to make at most ({MAX_TOKENS})")
+    parser.add_argument(
+        "--max-tokens", default=str(MAX_TOKENS), metavar="N", help=f"tokens to make at most ({MAX_TOKENS})"
+    )
     parser.add_argument(
         "--temperature", default="0.8", metavar="T", help="above 1 wilder, 0 always the likeliest token (0.8)"
     )
@@ -57,7 +59,9 @@ def _generate(args: argparse.Namespace, max_tokens: int, temperature: float, see
     config = newest_config(run_dir)
     known = tokenizer_of_run(config, args.tokenizer)
     if known.name is None:
-        raise ConfigError(f"run {run_dir} was trained on data={config.data.name}, which has no text; use --tokenizer byte|FILE.json")
+        raise ConfigError(
+            f"run {run_dir} was trained on data={config.data.name}, which has no text; use --tokenizer byte|FILE.json"
+        )
     tokenizer = open_tokenizer(known.name, "the run's tokenizer")
     prompt = tokenizer.encode_prompt(args.prompt, special_tokens=config.model.pretrained is not None)
     _check_prompt(prompt, max_tokens, config.model)

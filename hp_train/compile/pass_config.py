@@ -165,9 +165,7 @@ def build_pass_config_from_trainer_config(
     return PassConfig(
         enable_overlap=enable_overlap,
         fsdp_enabled=fsdp_enabled,
-        fsdp_reshard_after_forward=reshards_after_forward(
-            fsdp.get("reshard_after_forward"), has_pipeline=pp_size > 1
-        ),
+        fsdp_reshard_after_forward=reshards_after_forward(fsdp.get("reshard_after_forward"), has_pipeline=pp_size > 1),
         fsdp_degree=dp_shard_size if fsdp_enabled else None,
         dp_mode=dp_mode,
         dp_replicate_degree=dp_replicate_size if replicates else None,

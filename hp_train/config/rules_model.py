@@ -26,7 +26,11 @@ def _heads(config: TrainerConfig) -> Iterator[str]:
 
 def _kv_heads(config: TrainerConfig) -> Iterator[str]:
     model = config.model
-    if registry.find("model", model.name) is None and model.num_kv_heads is not None and model.num_heads % model.num_kv_heads:
+    if (
+        registry.find("model", model.name) is None
+        and model.num_kv_heads is not None
+        and model.num_heads % model.num_kv_heads
+    ):
         yield (
             f"model.num_kv_heads={model.num_kv_heads} does not divide model.num_heads={model.num_heads}; "
             f"use {divisors_text(model.num_heads)}"

@@ -200,7 +200,9 @@ def _describe_part(config: DataConfig, name: str) -> SourceInfo:
         return _describe_shakespeare(config, setting)
     if name not in config.sources:
         known = ", ".join(sorted({SHAKESPEARE, *config.sources}))
-        raise ConfigError(f"{setting}: there is no source {name}; use {known}, or say where it is: data.sources.{name}=PATH")
+        raise ConfigError(
+            f"{setting}: there is no source {name}; use {known}, or say where it is: data.sources.{name}=PATH"
+        )
     return _describe_tokens(name, setting, config.sources[name], f"data.sources.{name}", None, "byte")
 
 
@@ -214,7 +216,9 @@ def _describe_plugged(component: registry.Component, config: DataConfig) -> Sour
 
 def _describe_shakespeare(config: DataConfig, setting: str) -> SourceInfo:
     if config.tokenizer != "byte":
-        raise ConfigError(f"data.tokenizer={config.tokenizer}: {setting or 'data=shakespeare'} is read as bytes; use byte")
+        raise ConfigError(
+            f"data.tokenizer={config.tokenizer}: {setting or 'data=shakespeare'} is read as bytes; use byte"
+        )
     return SourceInfo(
         name=SHAKESPEARE,
         num_train_tokens=shakespeare.NUM_TRAIN_BYTES,
@@ -228,9 +232,7 @@ def _describe_shakespeare(config: DataConfig, setting: str) -> SourceInfo:
     )
 
 
-def _describe_tokens(
-    name: str, setting: str, path: str, key: str, val_path: str | None, tokenizer: str
-) -> SourceInfo:
+def _describe_tokens(name: str, setting: str, path: str, key: str, val_path: str | None, tokenizer: str) -> SourceInfo:
     train = _Files.read(path, key)
     faults = _tokenizer_faults(tokenizer, train.vocabulary)
     val = _Files.read(val_path, "data.val_path") if val_path else None

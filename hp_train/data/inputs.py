@@ -60,8 +60,11 @@ def find_inputs(inputs: Sequence[str | Path], split: str = "train", subset: str 
     tables = [item for item in found if isinstance(item, (ParquetFile, HfDataset))]
     faults += filter(None, (missing_package(item.name) for item in tables))
     if not any(isinstance(item, HfDataset) for item in found):
-        faults += [f"--{option} {value} has no effect: no INPUT is a Hugging Face dataset"
-                   for option, value, default in (("split", split, "train"), ("subset", subset, None)) if value != default]
+        faults += [
+            f"--{option} {value} has no effect: no INPUT is a Hugging Face dataset"
+            for option, value, default in (("split", split, "train"), ("subset", subset, None))
+            if value != default
+        ]
     if faults:
         raise ConfigError(*dict.fromkeys(faults))
     return found

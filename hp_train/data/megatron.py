@@ -89,12 +89,16 @@ class MegatronIndex:
             raise ConfigError(f"{setting}: {name} is no index of Megatron's memory-mapped data")
         _, version, code, num_sequences, num_ends = _HEAD.unpack(head)
         if version != _VERSION or code not in _DTYPES:
-            raise ConfigError(f"{setting}: {name} has version {version} and dtype code {code}; 1 and {_codes()} can be read")
+            raise ConfigError(
+                f"{setting}: {name} has version {version} and dtype code {code}; 1 and {_codes()} can be read"
+            )
         dtype, token_bytes = _DTYPES[code]
         index = cls(prefix, dtype, bin_bytes // token_bytes, num_sequences, num_ends - 1)
         expected = index.documents_at + _POSITION_BYTES * num_ends
         if idx_bytes not in (expected, expected + num_sequences):  # some files end with a mode for each sequence
-            raise ConfigError(f"{setting}: {name} holds {idx_bytes:,} bytes where its head says {expected:,}; copy it again")
+            raise ConfigError(
+                f"{setting}: {name} holds {idx_bytes:,} bytes where its head says {expected:,}; copy it again"
+            )
         if bin_bytes % token_bytes or num_ends < 1:
             raise ConfigError(f"{setting}: {prefix.name + BIN} is no whole number of {dtype} tokens; copy it again")
         if index.num_tokens == 0:

@@ -237,6 +237,8 @@ def _map_megatron(path: str, key: str) -> tuple[NDArray[np.integer], NDArray[np.
         and positions[0] == 0 and positions[-1] + lengths[-1] * dtype.itemsize == index.num_tokens * dtype.itemsize
     )  # fmt: skip
     if not ends_well:
-        raise ConfigError(f"{key}={path}: {index.idx_path.name} does not belong to {index.bin_path.name}; copy both again")
+        raise ConfigError(
+            f"{key}={path}: {index.idx_path.name} does not belong to {index.bin_path.name}; copy both again"
+        )
     offsets = np.append(positions[firsts[:-1]] // dtype.itemsize, np.int64(index.num_tokens))
     return np.memmap(index.bin_path, dtype=dtype, mode="r"), offsets, 0

@@ -162,7 +162,8 @@ class ShardedBucket:
                 full_offset += _aligned(param.cut.padded_numel * self.comm.size)
             self._packed_blocks = [
                 _view(self._full_buffer, slot.full_offset, (self.comm.size, slot.numel))
-                for slot in self.packed if slot.param.cut.dim == 0
+                for slot in self.packed
+                if slot.param.cut.dim == 0
             ]
             storage.resize_(0)
 

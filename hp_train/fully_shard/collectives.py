@@ -120,17 +120,11 @@ def gather_rows(comm: GroupComm, stream: Stream, matrices: Sequence[Sequence[tor
     """
     _count("all_gather")
     if comm.direct:
-        works = [
-            comm.group.recv([rows[peer]], peer, tag) for rows in matrices for peer in comm.peers
-        ]
-        works += [
-            comm.group.send([rows[comm.rank]], peer, tag) for rows in matrices for peer in comm.peers
-        ]
+        works = [comm.group.recv([rows[peer]], peer, tag) for rows in matrices for peer in comm.peers]
+        works += [comm.group.send([rows[comm.rank]], peer, tag) for rows in matrices for peer in comm.peers]
         return Pending(works, matrices)
     with stream.after_current():
-        works = _coalesced(
-            comm, [lambda rows=rows: _native_gather(comm, rows, stream) for rows in matrices]
-        )
+        works = _coalesced(comm, [lambda rows=rows: _native_gather(comm, rows, stream) for rows in matrices])
         return Pending(works, matrices, stream.record())
 
 
@@ -255,8 +249,9 @@ def all_reduce_stages(
         yield _exchange_rows(comm, parts, places, tag, sum_in_place=True)
         del places
         _divide(own, divisor)
-        works = [comm.group.recv([rows[peer]], peer, tag) for rows in parts for peer in comm.peers
-                 if rows[peer].numel()]
+        works = [
+            comm.group.recv([rows[peer]], peer, tag) for rows in parts for peer in comm.peers if rows[peer].numel()
+        ]
         works += [comm.group.send([part], peer, tag) for part in own for peer in comm.peers if part.numel()]
         yield Pending(works, parts)
         return

@@ -215,8 +215,10 @@ class HSDPModule(FSDPModule):
         _refuse("set_custom_reduce_scatter", "use set_all_reduce_hook, or fsdp.implementation=torch")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> NoReturn:
-        _refuse("set_allocate_memory_from_process_group_for_comm", "use comm_fusion_zero_copy=True, which needs no "
-                "staging buffers, or fsdp.implementation=torch")
+        _refuse(
+            "set_allocate_memory_from_process_group_for_comm",
+            "use comm_fusion_zero_copy=True, which needs no staging buffers, or fsdp.implementation=torch",
+        )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
         _refuse("set_symm_mem_for_comm", "use fsdp.implementation=torch")

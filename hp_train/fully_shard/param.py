@@ -61,8 +61,9 @@ class HSDPParam:
         self.fqn = owners[0].name
         self.original_id = _id_of_original(param)
         if hasattr(param, "_hsdp_sharded"):
-            raise ValueError(f"parameter {self.fqn} belongs to an outer unit already; apply fully_shard to inner "
-                             "modules first")
+            raise ValueError(
+                f"parameter {self.fqn} belongs to an outer unit already; apply fully_shard to inner modules first"
+            )
         local = param._local_tensor if isinstance(param, DTensor) else param
         if not local.is_contiguous():
             raise ValueError(
@@ -203,8 +204,10 @@ class HSDPParam:
 
     def _local_grad(self, grad: torch.Tensor) -> torch.Tensor:
         if grad.layout is not torch.strided:
-            raise NotImplementedError(f"{self.fqn} got a {grad.layout} gradient, which cannot be cut into shards; use "
-                                      "nn.Embedding(sparse=False)")
+            raise NotImplementedError(
+                f"{self.fqn} got a {grad.layout} gradient, which cannot be cut into shards; use "
+                "nn.Embedding(sparse=False)"
+            )
         if isinstance(grad, AsyncCollectiveTensor):
             grad = grad.wait()
         if not isinstance(grad, DTensor):

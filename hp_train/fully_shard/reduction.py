@@ -99,8 +99,10 @@ def reduce_sharded(
     before, after = rule.factors(dtype)
     plan = _plan_rows(bucket, params, grads, dtype, before, reduce_comm, present)
     grads.clear()
-    flat, offsets, pending = plan.flat, plan.offsets, reduce_rows(
-        reduce_comm, streams[0], plan.matrices, plan.outs, bucket.tag + 1
+    flat, offsets, pending = (
+        plan.flat,
+        plan.offsets,
+        reduce_rows(reduce_comm, streams[0], plan.matrices, plan.outs, bucket.tag + 1),
     )
     del plan
     yield pending
@@ -180,9 +182,7 @@ def _present_or_zero(
 def _rows_of(param: HSDPParam, grad: torch.Tensor) -> list[torch.Tensor]:
     """The part of a dim-0 cut gradient that belongs to each rank; short or empty for the last ranks if uneven."""
     flat, width = grad.reshape(-1), param.cut.size[1:].numel()
-    return [
-        flat[param.cut.start(rank) * width :][: length * width] for rank, length in enumerate(param.cut.lengths)
-    ]
+    return [flat[param.cut.start(rank) * width :][: length * width] for rank, length in enumerate(param.cut.lengths)]
 
 
 def _pack(param: HSDPParam, grad: torch.Tensor | None, staging: torch.Tensor, offset: int) -> None:

@@ -362,9 +362,7 @@ class HSDPScheduler(UnitSettings):
             self.state.fold_grads()
 
     def _leaves_weights_to_later(self) -> bool:
-        return self._split.leave(
-            pipelined=not self.scheduler_ctx.is_last_backward and not self.requires_grad_sync
-        )
+        return self._split.leave(pipelined=not self.scheduler_ctx.is_last_backward and not self.requires_grad_sync)
 
     @property
     def _frees_after_backward(self) -> bool:

@@ -93,9 +93,7 @@ class HSDPState:
         for group in self._groups(param for param in self.params if param.cut.dim is not None):
             assert self.dp_mesh.shard is not None
             self.sharded_buckets.append(
-                ShardedBucket(
-                    group, self.dp_mesh.shard, device, zero_copy=self.options.zero_copy, tag=tag, **home
-                )
+                ShardedBucket(group, self.dp_mesh.shard, device, zero_copy=self.options.zero_copy, tag=tag, **home)
             )
             tag += _TAGS_PER_BUCKET
         for group in self._groups(param for param in self.params if param.cut.dim is None):
@@ -277,8 +275,14 @@ class HSDPState:
             if grads := self._take(bucket):
                 reductions.append(
                     reduce_sharded(
-                        bucket, self._rule(bucket), self._partials[bucket], self.reduce_comm, self.dp_mesh.replicate,
-                        streams, grads, all_reduce=all_reduce,
+                        bucket,
+                        self._rule(bucket),
+                        self._partials[bucket],
+                        self.reduce_comm,
+                        self.dp_mesh.replicate,
+                        streams,
+                        grads,
+                        all_reduce=all_reduce,
                     )
                 )
         if self.dp_mesh.replicate is not None and not all_reduce:
@@ -348,8 +352,10 @@ def shard_groups_of_size(dp_mesh: DataParallelMesh, size: int) -> GroupComm:
     assert dp_mesh.shard is not None
     if size < 1 or dp_mesh.shard.size % size != 0:
         divisors = [n for n in range(1, dp_mesh.shard.size + 1) if dp_mesh.shard.size % n == 0]
-        raise ValueError(f"reshard_after_forward={size} does not divide the {dp_mesh.shard.size} shard ranks; "
-                         f"use True, False or one of {divisors}")
+        raise ValueError(
+            f"reshard_after_forward={size} does not divide the {dp_mesh.shard.size} shard ranks; "
+            f"use True, False or one of {divisors}"
+        )
     ranks = dist.get_process_group_ranks(dp_mesh.shard.group)
     start = dp_mesh.shard.rank // size * size
     group = dist.new_group(ranks[start : start + size], use_local_synchronization=True)

@@ -20,7 +20,9 @@ _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<functi
 _WAITS_IN = re.compile(
     r"torch/distributed/|hp_train/(fully_shard/(collectives|reduction|replicated)|pipeline_parallel/(transport|mailbox))"
 )
-_INTERNAL = frozenset({"wrapper", "_coalescing_manager", "__exit__", "wait", "inner", "decorate_context"})  # say nothing
+_INTERNAL = frozenset(
+    {"wrapper", "_coalescing_manager", "__exit__", "wait", "inner", "decorate_context"}
+)  # say nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,9 @@ def check_torch(found: str | None) -> Check:
     number = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
     if TORCHES[0] <= number <= TORCHES[1]:
         return Check("torch", Verdict.OK, found)
-    return Check("torch", Verdict.FAILED, f"{found} is not {low} to {high}", f"pip install 'torch>={low}' in a new venv")
+    return Check(
+        "torch", Verdict.FAILED, f"{found} is not {low} to {high}", f"pip install 'torch>={low}' in a new venv"
+    )
 
 
 def check_driver() -> Check:

@@ -84,7 +84,9 @@ def _occupied(path: Path, key: str) -> list[str]:
         return [f"{key} is in use by {owner.describe()}"]
     if any(mark in held for mark in _RUN_MARKS):
         command = f"hp-train resume {shlex.quote(str(path))}"
-        return [f"{key} holds a run already; go on with it by `{command}` or trainer.resume=auto, or choose another folder"]
+        return [
+            f"{key} holds a run already; go on with it by `{command}` or trainer.resume=auto, or choose another folder"
+        ]
     return [f"{key} is not empty and holds no run; choose a new or an empty folder"]
 
 

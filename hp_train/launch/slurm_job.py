@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+from hp_train.checkpoint.inspection import slowest_save_s
 from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ConfigError, ExitCode, HpTrainError
 from hp_train.launch.devices import ProcessPlan, plan_node
@@ -135,18 +136,6 @@ def _stop_before_the_limit(run_dir: Path) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
 
     threading.Thread(target=watch, name="time-limit", daemon=True).start()
-
-
-def slowest_save_s(checkpoints: Path) -> float:
-    """Return how long the slowest of the checkpoints that are kept took to write: from its first file to its last."""
-    slowest = 0.0
-    for folder in checkpoints.glob("step_*"):
-        try:
-            times = [path.stat().st_mtime for path in folder.iterdir()]
-        except FileNotFoundError:  # thinned out this very moment
-            continue
-        slowest = max(slowest, max(times, default=0.0) - min(times, default=0.0))
-    return slowest
 
 
 def _say(*lines: str) -> None:

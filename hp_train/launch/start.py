@@ -111,9 +111,7 @@ def _plan(config: TrainerConfig) -> ProcessPlan:
     return plan
 
 
-def _launch(
-    run_dir: Path, config_path: Path, config: TrainerConfig, plan: ProcessPlan, ownership: Ownership
-) -> int:
+def _launch(run_dir: Path, config_path: Path, config: TrainerConfig, plan: ProcessPlan, ownership: Ownership) -> int:
     with StopSignals().installed() as stop:
         return run_attempts(run_dir, config_path, config, plan, ownership, stop)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from hp_train.config.schema import TrainerConfig
 from hp_train.launch.history import AttemptFacts, LineTail, StepRow, parse_row, read_facts
-from hp_train.launch.plain_log import mean, speed_text
 from hp_train.launch.outcome import Cause, Outcome
+from hp_train.launch.plain_log import mean, speed_text
 from hp_train.launch.run_dir import attempt_dir
 
 
@@ -36,7 +36,12 @@ def _headline(outcome: Outcome) -> str:
     if outcome.cause is Cause.DONE:
         return f"done at step {outcome.step}"
     if outcome.cause.is_saved:
-        return f"stopped and saved at step {outcome.step}"
+        saved = outcome.committed_step
+        return (
+            f"stopped and saved at step {outcome.step}"
+            if saved >= outcome.step
+            else (f"stopped at step {outcome.step}; saved up to step {saved}")
+        )
     word = "diverged" if outcome.cause in (Cause.DIVERGED, Cause.NON_FINITE) else "failed"
     return f"{word} at step {outcome.step}"
 

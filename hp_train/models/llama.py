@@ -131,7 +131,12 @@ class Llama(nn.Module):
     """
 
     def __init__(
-        self, config: ModelSection, *, layers: range | None = None, embedding: bool = True, head: bool = True,
+        self,
+        config: ModelSection,
+        *,
+        layers: range | None = None,
+        embedding: bool = True,
+        head: bool = True,
         loss_chunk_tokens: int = 0,
     ) -> None:
         super().__init__()
@@ -149,7 +154,10 @@ class Llama(nn.Module):
         return {int(layer): block for layer, block in self.model.layers.items()}
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, attention_mask: Tensor | None = None,
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> Tensor:
         """Run the stage.

@@ -51,14 +51,16 @@ class ChunkedCrossEntropy(nn.Module):
         if self.chunk_tokens == 0:
             return [function(hidden, weight, targets)]
         found = []
-        for chunk, chunk_targets in zip(
-            hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True
-        ):
+        for chunk, chunk_targets in zip(hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True):
             if torch.is_grad_enabled():
                 found.append(
                     checkpoint(
-                        function, chunk, weight, chunk_targets,
-                        use_reentrant=False, preserve_rng_state=False,  # nothing random inside
+                        function,
+                        chunk,
+                        weight,
+                        chunk_targets,
+                        use_reentrant=False,
+                        preserve_rng_state=False,  # nothing random inside
                     )
                 )
             else:

@@ -92,9 +92,7 @@ def part_sizes(config: ModelSection) -> PartSizes:
         ends = [plugged(config, layers=[], embedding=not last, head=last) for last in (False, True)]
         return PartSizes(_count(ends[0]), _count(layer_shapes(config, 0)), 0, _count(ends[1]))
     matrix = config.vocab_size * config.dim
-    return PartSizes(
-        embedding=matrix, layer=_count(layer_shapes(config, 0)), norm=config.dim, head=matrix
-    )
+    return PartSizes(embedding=matrix, layer=_count(layer_shapes(config, 0)), norm=config.dim, head=matrix)
 
 
 def num_parameters(config: ModelSection) -> int:
@@ -102,9 +100,7 @@ def num_parameters(config: ModelSection) -> int:
     return num_parameters_of_stage(config, range(config.num_layers))
 
 
-def num_parameters_of_stage(
-    config: ModelSection, layers: range, *, embedding: bool = True, head: bool = True
-) -> int:
+def num_parameters_of_stage(config: ModelSection, layers: range, *, embedding: bool = True, head: bool = True) -> int:
     """Return the parameters that one pipeline stage holds, its own copy of a tied output matrix included."""
     if _plugged(config) is not None:
         return _count(parameter_shapes(config, layers=layers, embedding=embedding, head=head))

@@ -23,9 +23,14 @@ _ATEN = torch.ops.aten
 def _costly_operators() -> frozenset[Any]:
     """Return matrix products and fused attention: what takes most of a block's time for part of its memory."""
     names = (
-        "mm", "addmm", "bmm", "baddbmm",
-        "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_fused_attention_overrideable",
     )
     return frozenset(getattr(_ATEN, name).default for name in names)

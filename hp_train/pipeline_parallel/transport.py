@@ -22,7 +22,6 @@ from torch import Tensor
 
 from hp_train.schedule import Schedule
 
-
 HEADER, NOT_STARTED = -1, -2
 """In place of a micro-batch, where a rank waits for a header, or could not even start a transfer."""
 

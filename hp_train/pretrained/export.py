@@ -120,7 +120,10 @@ def _generation_config(tokenizer: RunTokenizer) -> dict[str, object]:
     """Return what `generate` of transformers needs to stop; the rest are its own defaults."""
     if tokenizer.beside is not None and (tokenizer.beside / GENERATION_FILE).is_file():
         return json.loads((tokenizer.beside / GENERATION_FILE).read_text(encoding="utf-8"))
-    return {"_from_model_config": True, **{key: value for key, value in tokenizer.special_ids.items() if value is not None}}
+    return {
+        "_from_model_config": True,
+        **{key: value for key, value in tokenizer.special_ids.items() if value is not None},
+    }
 
 
 def _write_json(path: Path, content: object) -> None:

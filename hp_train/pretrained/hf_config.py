@@ -62,7 +62,9 @@ def read_hf_config(folder: Path, setting: str) -> dict[str, Any]:
     try:
         content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{setting} holds no {CONFIG_FILE}; name a directory with one and safetensors files") from None
+        raise ConfigError(
+            f"{setting} holds no {CONFIG_FILE}; name a directory with one and safetensors files"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{setting}: {CONFIG_FILE} cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:

@@ -23,5 +23,7 @@ def newest_config(run_dir: Path) -> TrainerConfig:
         raise ConfigError(f"{path} cannot be used: {' '.join(str(error).split())}") from error
     assert isinstance(config, TrainerConfig)
     if config.model.name != "llama":
-        raise ConfigError(f"run {run_dir} trains model.name={config.model.name}, not a Llama; only those can be used here")
+        raise ConfigError(
+            f"run {run_dir} trains model.name={config.model.name}, not a Llama; only those can be used here"
+        )
     return config

@@ -51,7 +51,9 @@ def _of_data(config: TrainerConfig) -> str | None:
     try:
         return tokenizer_of(config.data)
     except ConfigError as error:
-        raise ConfigError(f"the run's data, which tells its tokenizer, is gone ({error}); use --tokenizer byte|FILE.json") from error
+        raise ConfigError(
+            f"the run's data, which tells its tokenizer, is gone ({error}); use --tokenizer byte|FILE.json"
+        ) from error
 
 
 def _same_file(path: Path, sha256: str | None) -> bool:

@@ -51,7 +51,9 @@ def stored_tensors(folder: Path, setting: str) -> dict[str, StoredTensor]:
     lost = [name for name, file in listed.items() if name not in tensors or tensors[name].file != file]
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise ConfigError(f"{setting}: {INDEX_FILE} puts {lost[0]}{more} into {listed[lost[0]]}, which does not hold it")
+        raise ConfigError(
+            f"{setting}: {INDEX_FILE} puts {lost[0]}{more} into {listed[lost[0]]}, which does not hold it"
+        )
     return tensors
 
 
@@ -69,7 +71,9 @@ def _files(folder: Path, setting: str) -> tuple[list[str], Mapping[str, str]]:
     if len(found) == 1:
         return found, {}
     if found:
-        raise ConfigError(f"{setting} holds {len(found)} safetensors files and no {INDEX_FILE}, which says what is in which")
+        raise ConfigError(
+            f"{setting} holds {len(found)} safetensors files and no {INDEX_FILE}, which says what is in which"
+        )
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
     hint = f"; {pickled[0]} must be converted first" if pickled else ""
     raise ConfigError(f"{setting} holds no safetensors file{hint}")

@@ -123,15 +123,20 @@ def _grid(ticks: list[float], axis: _Axis, write: Callable[[float], str]) -> lis
     for tick in ticks:
         y = axis.at(tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{escape(write(tick))}</text>')
+        parts.append(
+            f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{escape(write(tick))}</text>'
+        )
     return parts
 
 
 def _steps(axis: _Axis) -> list[str]:
-    ticks = [tick for tick in round_ticks(axis.low, axis.high, 6) if axis.low <= tick <= axis.high and tick == int(tick)]
+    ticks = [
+        tick for tick in round_ticks(axis.low, axis.high, 6) if axis.low <= tick <= axis.high and tick == int(tick)
+    ]
     y = HEIGHT - 8
     return [
-        f'<text class="tick" x="{axis.at(tick):.1f}" y="{y}" text-anchor="middle">{int(tick):,}</text>' for tick in ticks
+        f'<text class="tick" x="{axis.at(tick):.1f}" y="{y}" text-anchor="middle">{int(tick):,}</text>'
+        for tick in ticks
     ]
 
 

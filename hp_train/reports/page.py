@@ -46,7 +46,9 @@ def page_of(run_dir: Path) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
-        f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(filter(None, sections)) + f"\n<script>{SCRIPT}</script>\n"
+        f"<style>{STYLE}</style></head>\n<body>\n"
+        + "\n".join(filter(None, sections))
+        + f"\n<script>{SCRIPT}</script>\n"
         "</body></html>\n"
     )
 

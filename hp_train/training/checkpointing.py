@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hp_train.checkpoint.agreement import gather_all
 from hp_train.checkpoint.asynchronous import AsyncSaver
 from hp_train.checkpoint.fence import Fence
 from hp_train.checkpoint.fit import identity, order_misfits
+from hp_train.checkpoint.inspection import slowest_save_s
 from hp_train.checkpoint.load import find_checkpoint, load_checkpoint
 from hp_train.checkpoint.metrics_cut import cut_metrics
 from hp_train.checkpoint.save import save_checkpoint
@@ -104,8 +106,11 @@ class CheckpointSession:
         """Save the state after `step`: in the background if asked so and the run goes on, else at once. Collective.
 
         A save that fails is warned of and tried again at the next occasion, unless this one must succeed or
-        checkpoint.on_failure says to stop: then CheckpointError is raised, on every rank.
+        checkpoint.on_failure says to stop: then CheckpointError is raised, on every rank. One that the end of the job
+        would cut short is not begun: what it writes in vain, the save before it has whole.
         """
+        if not self._ends_in_time(step):
+            return
         self.tokens_seen, self.samples_seen = tokens_seen, samples_seen
         progress = {
             "step": step, "tokens_seen": tokens_seen, "samples_seen": samples_seen, "total_steps": self.total_steps,
@@ -122,6 +127,20 @@ class CheckpointSession:
         except CheckpointError as error:
             self._bear(error, must_succeed)
         self._last_save = time.monotonic()
+
+    def _ends_in_time(self, step: int) -> bool:
+        """Say whether the slowest save seen would end before the job does ($HP_TRAIN_END, seconds since the epoch)."""
+        end = float(os.environ.get("HP_TRAIN_END") or 0)
+        if not end:
+            return True
+        left_s, slowest_s = end - time.time(), slowest_save_s(self.folder)
+        ends_in_time = bool(self.worker.mesh.gather([float(left_s > slowest_s)])[0])  # rank 0's clock counts for all
+        if not ends_in_time and self.context.rank == 0:
+            warn(
+                f"no save is begun after step {step}: the job ends in {max(left_s, 0):.0f} s, a save has taken "
+                f"{slowest_s:.0f} s; the run goes on from its last checkpoint"
+            )
+        return ends_in_time
 
     def watch(self) -> None:
         """Warn on rank 0 as soon as a save in the background has failed; what follows from it is decided by `settle`."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from hp_train.data.loader import to_micro_batch
-
 from hp_train.config.schema import TrainerConfig
+from hp_train.data.loader import to_micro_batch
 from hp_train.training.progress import Progress
 from hp_train.training.setup import Worker
 

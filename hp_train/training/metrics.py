@@ -17,6 +17,7 @@ from hp_train.config.schema import TrainerConfig
 from hp_train.training.row_file import RowFile
 from hp_train.training.wandb_sink import WandbSink
 
+
 @dataclass(frozen=True, slots=True)
 class MetricsRow:
     """What is recorded of one optimizer step."""
@@ -37,7 +38,9 @@ class MetricsRow:
     compute_min_s: float  # what the fastest rank computed in this step; see `stragglers.ComputeClock`
     compute_max_s: float  # what the slowest rank computed
     slowest_rank: int
-    source_loss: dict[str, float | None] | None = None  # by source of data.mix: nats per valid token, None where it had none
+    source_loss: dict[str, float | None] | None = (
+        None  # by source of data.mix: nats per valid token, None where it had none
+    )
     source_tokens: dict[str, int] | None = None  # valid target tokens; both None without a mix
 
 
@@ -61,7 +64,11 @@ class MetricsWriter:
             for name, value in figures.items():
                 if name == "step" or value is None:
                     continue
-                by_name = {f"{name}/{part}": figure for part, figure in value.items()} if isinstance(value, dict) else {name: value}
+                by_name = (
+                    {f"{name}/{part}": figure for part, figure in value.items()}
+                    if isinstance(value, dict)
+                    else {name: value}
+                )
                 for tag, figure in by_name.items():
                     if figure is not None:
                         self._board.add_scalar(tag, figure, row.step)

@@ -42,6 +42,9 @@ def build_optimizer(
         return SGD(groups, lr=config.lr)
     assert config.name == "adamw", f"no such optimizer: {config.name}"
     return AdamW(
-        groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps,
+        groups,
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
         fused=device.type in FUSED_DEVICES,
     )

@@ -64,5 +64,7 @@ def _tables(recorded: profile, *, on_cuda: bool) -> str:
     averages = recorded.key_averages()
     parts = []
     for what, order in (("time", f"self_{device}_time_total"), ("memory", f"self_{device}_memory_usage")):
-        parts.append(f"operators by their own {what} ({device})\n{averages.table(sort_by=order, row_limit=_TABLE_ROWS)}")
+        parts.append(
+            f"operators by their own {what} ({device})\n{averages.table(sort_by=order, row_limit=_TABLE_ROWS)}"
+        )
     return "\n".join(parts)

@@ -36,7 +36,9 @@ class SourceTally:
         self._sums = [0.0] * (2 * len(self.names))
         for module in self._modules:
             rows, module.rows = module.rows, []
-            assert rows is not None and len(rows) == len(samples), f"{len(rows or ())} losses of {len(samples)} micro-batches"
+            assert rows is not None and len(rows) == len(samples), (
+                f"{len(rows or ())} losses of {len(samples)} micro-batches"
+            )
             losses, tokens = (torch.cat(parts).tolist() for parts in zip(*rows, strict=True))  # one wait for the device
             flat = [sample for chunk in samples for sample in chunk]
             for sample, loss, num_tokens in zip(flat, losses, tokens, strict=True):
@@ -48,7 +50,9 @@ class SourceTally:
         """Return the loss sums of the sources, then their tokens: what this rank adds to the exchange."""
         return self._sums
 
-    def figures(self, columns: Sequence[Sequence[float]]) -> tuple[dict[str, float | None] | None, dict[str, int] | None]:
+    def figures(
+        self, columns: Sequence[Sequence[float]]
+    ) -> tuple[dict[str, float | None] | None, dict[str, int] | None]:
         """Return loss (nats per token, None where there was no token) and tokens by source.
 
         `columns` holds, for each entry of `sums`, that of every rank. None and None without a mix, and where the model

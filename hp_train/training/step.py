@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from hp_train.data.loader import MicroBatch
 from torch import nn
 
+from hp_train.data.loader import MicroBatch
 from hp_train.parallel.mesh import MeshContext
 from hp_train.parallel.parallelize import ParallelModel
 from hp_train.pipeline_parallel.microbatch import StageInputs

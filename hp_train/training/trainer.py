@@ -15,25 +15,25 @@ from contextlib import closing
 from dataclasses import dataclass
 
 import torch
-from hp_train.data.loader import Loader, MicroBatch
 
-from hp_train.config.schema import TrainerConfig
 from hp_train.checkpoint.agreement import gather_all
 from hp_train.checkpoint.metrics_cut import fill_val_loss, lacks_val_loss
+from hp_train.config.schema import TrainerConfig
+from hp_train.data.loader import Loader, MicroBatch
 from hp_train.errors import ExitCode, NonFiniteError
 from hp_train.models.shapes import flops_per_token
 from hp_train.parallel.mesh import MeshContext
+from hp_train.topology import coordinates_of
 from hp_train.training import metrics
 from hp_train.training.checkpointing import CheckpointSession
-from hp_train.topology import coordinates_of
 from hp_train.training.device_peaks import peak_flops
 from hp_train.training.evaluate import Evaluator
 from hp_train.training.grad_norm import clip_factor, owned_square_sum, scale_gradients
 from hp_train.training.health import check_health
 from hp_train.training.lr_schedule import learning_rate
 from hp_train.training.metrics import MetricsRow, MetricsWriter
-from hp_train.training.row_file import say
 from hp_train.training.profile import StepProfiler
+from hp_train.training.row_file import say
 from hp_train.training.run_context import Phase, RunContext, TrainOutcome
 from hp_train.training.setup import Worker, build_worker
 from hp_train.training.source_tally import SourceTally
@@ -133,15 +133,11 @@ class Trainer:
                     checkpoints.fence.check()
                     writer.write(self._row(done, agreement, val_loss, step_time_s))
                 progress.phase = Phase.SAVE
-                if checkpoints.saves_after(
-                    done, due=agreement.save_is_due, last=is_last, stopping=bool(stop_signal)
-                ):
+                if checkpoints.saves_after(done, due=agreement.save_is_due, last=is_last, stopping=bool(stop_signal)):
                     if writer is not None:
                         writer.sync()
                     samples_seen = done * self.worker.batch_plan.global_batch_size + self.sample_shift
-                    checkpoints.save(
-                        done, self.tokens_seen, samples_seen, must_succeed=is_last or bool(stop_signal)
-                    )
+                    checkpoints.save(done, self.tokens_seen, samples_seen, must_succeed=is_last or bool(stop_signal))
         progress.phase = Phase.FINISH
         checkpoints.settle()
         self.worker.engine.close()
@@ -200,10 +196,10 @@ class Trainer:
         self.compute_clock.start()
         loss_sum = self.worker.engine.train_step(micro_batches, plan.tokens_per_step)
         self.source_tally.take(self._samples_on(step - 1, self.mesh.dp_rank))
-        if traces:
-            self._write_trace(step)
         self.worker.model.sync_tied_gradients()
         agreement = self._agree(loss_sum, micro_batches, wait_s, checkpoints)
+        if traces:
+            self._write_trace(step)
         progress.phase = Phase.OPTIMIZER
         if not (math.isfinite(agreement.loss_sum) and math.isfinite(agreement.grad_norm)):
             raise NonFiniteError(self._divergence(step, agreement))

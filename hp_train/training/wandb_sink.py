@@ -38,7 +38,11 @@ class WandbSink:
             self._run = wandb.init(**settings)
         except wandb.errors.Error as error:
             reason = " ".join(str(error).split())
-            print(f"W&B cannot be reached ({reason}); writing offline into {run_dir / 'wandb'}", file=sys.stderr, flush=True)
+            print(
+                f"W&B cannot be reached ({reason}); writing offline into {run_dir / 'wandb'}",
+                file=sys.stderr,
+                flush=True,
+            )
             self._run = wandb.init(**settings, mode="offline")
         print(f"W&B: {self._run.url or f'offline, in {run_dir}/wandb'}", flush=True)
         # Steps are a column, not W&B's own count: that may not go back, as steps do after a checkpoint is loaded.

@@ -72,9 +72,7 @@ def test_a_tied_weight_is_stored_once_and_read_into_both_copies(tmp_path: Path) 
 def test_one_parameter_under_two_names_is_stored_once(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.ones(3, 2))
     parameters = {"model.embed_tokens.weight": weight, "lm_head.weight": weight}
-    state = CheckpointState(
-        parameters, torch.optim.AdamW([weight]), {"lm_head.weight": "model.embed_tokens.weight"}
-    )
+    state = CheckpointState(parameters, torch.optim.AdamW([weight]), {"lm_head.weight": "model.embed_tokens.weight"})
     folder = save_checkpoint(tmp_path, 1, state, SavePolicy(1))
     with torch.no_grad():
         weight.zero_()

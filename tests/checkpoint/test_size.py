@@ -23,9 +23,7 @@ def test_promised_size_covers_the_files(tmp_path: Path, optimizer_name: str, tie
     config = ModelSection(dim=64, num_layers=3, num_kv_heads=2, tie_embeddings=tied)
     parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in parameter_shapes(config).items()}
     kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer_name]
-    folder = save_checkpoint(
-        tmp_path, 1, CheckpointState(parameters, kind(parameters.values(), lr=0.1)), SavePolicy(1)
-    )
+    folder = save_checkpoint(tmp_path, 1, CheckpointState(parameters, kind(parameters.values(), lr=0.1)), SavePolicy(1))
     on_disk = sum(path.stat().st_size for path in folder.iterdir())
     promised = checkpoint_bytes(config, optimizer_name)
     assert promised - (1 << 20) <= on_disk <= promised

@@ -17,9 +17,7 @@ def tiny_state(seed: int, *, steps: int = 1, progress: dict | None = None) -> Ch
     """Return a model of three tensors with AdamW state after `steps` steps; 0 leaves the optimizer fresh."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"model.embed_tokens.weight": (5, 3), "model.norm.weight": (3,), "lm_head.weight": (5, 3)}
-    parameters = {
-        name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()
-    }
+    parameters = {name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
     optimizer = torch.optim.AdamW(parameters.values(), lr=0.1)
     for _ in range(steps):
         for parameter in parameters.values():

@@ -29,7 +29,9 @@ def row(step: int, loss: float, val_loss: float | None = None) -> dict:
     return values
 
 
-def make_run(folder: Path, losses: list[float], *, cause: Cause | None = Cause.DONE, at: float = 1e9, **sections: dict) -> Path:
+def make_run(
+    folder: Path, losses: list[float], *, cause: Cause | None = Cause.DONE, at: float = 1e9, **sections: dict
+) -> Path:
     """Write a run of one attempt; `sections` are config values by group. cause=None: it left no word of its end."""
     typed = [f"{group}.{key}={value}" for group, keys in sections.items() for key, value in keys.items()]
     typed.append("trainer.device=cpu")

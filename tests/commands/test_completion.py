@@ -43,7 +43,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train fsdp=d", {"fsdp=ddp"}, {"fsdp=fsdp"}),
         ("trainer.", {f"{key}=" for key in LEAVES if key.startswith("trainer.")}, {"fsdp.dp_mode="}),
         ("model.rope_scaling.f", {"model.rope_scaling.factor="}, set()),
-        ("fsdp.reshard_after_forward=", {f"fsdp.reshard_after_forward={word}" for word in ("auto", "true", "false")}, set()),
+        (
+            "fsdp.reshard_after_forward=",
+            {f"fsdp.reshard_after_forward={word}" for word in ("auto", "true", "false")},
+            set(),
+        ),
         ("trainer.compile=t", {"trainer.compile=true"}, {"trainer.compile=false"}),
         ("trainer.max_grad_norm=", {"trainer.max_grad_norm=null"}, set()),
         ("pp.schedule=z", {"pp.schedule=zbv", "pp.schedule=zb_h1"}, {"pp.schedule=1f1b"}),

@@ -70,7 +70,10 @@ def test_every_verb_has_help_and_stands_in_the_overview_once(told, verb: str) ->
         ("recipe llama_fsdp_pp", ("type hp-train recipe=llama_fsdp_pp",)),
         ("fsdp ddp", ("type hp-train fsdp=ddp",)),
         ("--trainer.max_steps 10", ("type hp-train trainer.max_steps=10",)),
-        ("recipe=llama_pp --trainer.max_steps=10 pp=zbv", ("type hp-train recipe=llama_pp trainer.max_steps=10 pp=zbv",)),
+        (
+            "recipe=llama_pp --trainer.max_steps=10 pp=zbv",
+            ("type hp-train recipe=llama_pp trainer.max_steps=10 pp=zbv",),
+        ),
         ("--max_steps 10", ("type hp-train trainer.max_steps=10",)),
         ("--trainer.max_stepz 10", ("type hp-train trainer.max_steps=10",)),
         ("--recipe llama_pp", ("type hp-train recipe=llama_pp",)),

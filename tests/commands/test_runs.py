@@ -65,7 +65,9 @@ def test_runs_are_listed_newest_first_with_where_they_stand(told, tmp_path: Path
 def test_many_runs_are_listed_at_once_and_damage_is_passed_over(told, tmp_path: Path) -> None:
     first = make_run(tmp_path / "runs" / "a" / "0000", falling(2000))
     for number in range(1, 120):
-        shutil.copytree(first, tmp_path / "runs" / "a" / f"{number:04}", copy_function=lambda a, b: Path(b).symlink_to(a))
+        shutil.copytree(
+            first, tmp_path / "runs" / "a" / f"{number:04}", copy_function=lambda a, b: Path(b).symlink_to(a)
+        )
     (first / "outcome.json").write_text("{")
     with (first / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2001, "lo')
@@ -107,7 +109,9 @@ def test_compare_tells_settings_and_where_losses_part(told, tmp_path: Path) -> N
     losses = falling(20)
     make_run(tmp_path / "runs" / "a" / "1", losses, trainer={"seed": 1, "run_dir": "one"})
     other = [*losses[:6], *(loss * (1 + 1e-7) for loss in losses[6:9]), *(loss + 0.5 for loss in losses[9:15])]
-    make_run(tmp_path / "runs" / "a" / "2", other, trainer={"seed": 2, "run_dir": "two"}, optimizer={"betas": [0.9, 0.99]})
+    make_run(
+        tmp_path / "runs" / "a" / "2", other, trainer={"seed": 2, "run_dir": "two"}, optimizer={"betas": [0.9, 0.99]}
+    )
     code, lines, errors = told("compare", "1", "2")
     assert (code, errors) == (0, [])
     text = "\n".join(lines)
@@ -115,7 +119,10 @@ def test_compare_tells_settings_and_where_losses_part(told, tmp_path: Path) -> N
     assert re.search(r"^  optimizer\.betas +\[0\.9,0\.95\] +\[0\.9,0\.99\]$", text, flags=re.M)
     assert "run_dir" not in text and "circumstances: the same" in text
     assert "losses: 15 common steps" in text
-    assert "first unequal at step 7: 4.65 and 4.65 (B - A = +4.6e-07)" in text or "first unequal at step 7: 4.65 and" in text
+    assert (
+        "first unequal at step 7: 4.65 and 4.65 (B - A = +4.6e-07)" in text
+        or "first unequal at step 7: 4.65 and" in text
+    )
     assert "apart by more than 1e-05 of their size from step 10: 4.5 and 5 (B - A = +5.0e-01)" in text
     assert lines[-1].startswith("  at the last common step 15: 4.25 and 4.75")
     assert told("compare", "1", "1")[1][2:] == [
@@ -170,8 +177,20 @@ def test_a_report_stands_alone_and_holds_everything(told, tmp_path: Path) -> Non
     assert all(value.startswith("data:image/svg+xml;base64,") for value in page.fetched) and len(page.fetched) == 1
     assert not re.search(r"@import|url\(|https?:", text)
     assert "<b>alert" not in text and "&lt;b&gt;alert(1)&lt;b&gt;" in text
-    for part in ("2.0000", "validation", "Gradient norm", "Learning rate", "Tokens per second", "Peak memory", "MFU (cpu)",
-                 "unknown", "pp 2 x dp_shard 2", "prefers-color-scheme: dark", "trainer.run_name", "done at step 60 of 60"):
+    for part in (
+        "2.0000",
+        "validation",
+        "Gradient norm",
+        "Learning rate",
+        "Tokens per second",
+        "Peak memory",
+        "MFU (cpu)",
+        "unknown",
+        "pp 2 x dp_shard 2",
+        "prefers-color-scheme: dark",
+        "trainer.run_name",
+        "done at step 60 of 60",
+    ):
         assert part in text, part
     points = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', text)[0])
     assert [name for name, _ in points["series"]] == ["training", "validation"]
@@ -184,7 +203,9 @@ def test_a_report_on_a_run_without_steps(told, tmp_path: Path) -> None:
     assert "No step is recorded yet" in (tmp_path / "here.html").read_text() and not (run / "report.html").exists()
 
 
-@pytest.mark.parametrize("low, high", [(0.0, 1.0), (1.65, 5.76), (-3e-5, 7e-5), (8030.0, 8031.0), (2.0, 2.0), (0.0, 0.0)])
+@pytest.mark.parametrize(
+    "low, high", [(0.0, 1.0), (1.65, 5.76), (-3e-5, 7e-5), (8030.0, 8031.0), (2.0, 2.0), (0.0, 0.0)]
+)
 def test_ticks_are_round_few_and_span_the_values(low: float, high: float) -> None:
     ticks = round_ticks(low, high, 5)
     assert 2 <= len(ticks) <= 6 and ticks[0] <= low and ticks[-1] >= high

@@ -204,7 +204,12 @@ def test_explain_tells_the_chain(here: Path, capsys: pytest.CaptureFixture) -> N
     for name, text in FILES.items():
         write(here / name, text)
     words = ["recipe=deep", "trainer.seed=7", "trainer.seq_len=${model.dim}", "trainer.run_dir=~/x"]
-    assert explain.run(argparse.Namespace(words=[*words, "trainer.seed", "trainer.seq_len", "model.dim", "pp"], config_dir=None)) == 0
+    assert (
+        explain.run(
+            argparse.Namespace(words=[*words, "trainer.seed", "trainer.seq_len", "model.dim", "pp"], config_dir=None)
+        )
+        == 0
+    )
     out = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert out[0] == "trainer.seed=7"
     base = "5 recipes/late.yaml:2 recipe late, which deep builds on"

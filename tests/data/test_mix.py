@@ -102,7 +102,9 @@ def test_megatron_files_read_like_a_prepared_folder(tmp_path: Path, dtype: str, 
         writer.finish(BYTE_VOCABULARY, [], None)
     for split in ("train", "val"):
         one, two = (
-            open_data(DataSection(name="tokens", path=str(tmp_path / name), document_boundaries=boundaries), 8, 3, split, 260)
+            open_data(
+                DataSection(name="tokens", path=str(tmp_path / name), document_boundaries=boundaries), 8, 3, split, 260
+            )
             for name in ("megatron", "folder")
         )
         assert one.num_sequences == two.num_sequences
@@ -119,7 +121,10 @@ def test_megatron_files_read_like_a_prepared_folder(tmp_path: Path, dtype: str, 
     [
         (lambda prefix: Path(f"{prefix}.bin").unlink(), "own.bin cannot be read"),
         (lambda prefix: Path(f"{prefix}.idx").write_bytes(b"MMIDIDX\0\0"), "own.idx is no index of Megatron's"),
-        (lambda prefix: Path(f"{prefix}.idx").write_bytes(Path(f"{prefix}.idx").read_bytes()[:-8]), "where its head says"),
+        (
+            lambda prefix: Path(f"{prefix}.idx").write_bytes(Path(f"{prefix}.idx").read_bytes()[:-8]),
+            "where its head says",
+        ),
         (lambda prefix: Path(f"{prefix}.bin").write_bytes(b"abc"), "is no whole number of uint16 tokens"),
         (lambda prefix: Path(f"{prefix}.bin").write_bytes(b""), "holds no tokens"),
     ],
@@ -146,12 +151,18 @@ def test_what_only_the_tokens_tell_is_told_when_they_are_read(tmp_path: Path) ->
     ("overrides", "lines"),
     [
         (["data.mix={shakespeare: 0.7, mine: 0.3}"], ["data.mix.mine: there is no source mine; use own, shakespeare"]),
-        (["data.mix={shakespeare: 0.7, own: -1}"], ["data.mix={shakespeare:0.7,own:-1.0} is out of bounds; use above 0"]),
+        (
+            ["data.mix={shakespeare: 0.7, own: -1}"],
+            ["data.mix={shakespeare:0.7,own:-1.0} is out of bounds; use above 0"],
+        ),
         (["data.mix={shakespeare: 0}"], ["is out of bounds; use above 0"]),
         (["data.mix=[shakespeare, own]"], ["data.mix", "mapping of names to numbers"]),
         (["data.mix={shakespeare: null}"], ["data.mix", "mapping of names to numbers"]),
         (["data.mix={own: 1, gone: 1}", "data.sources.gone=/gone"], ["data.sources.gone=/gone does not exist"]),
-        (["data.mix={own: 1}", "trainer.seq_len=600"], ["trainer.seq_len=600 is longer than data.mix.own: 540 training tokens"]),
+        (
+            ["data.mix={own: 1}", "trainer.seq_len=600"],
+            ["trainer.seq_len=600 is longer than data.mix.own: 540 training tokens"],
+        ),
     ],
 )
 def test_a_mix_that_cannot_be_is_one_line(tmp_path: Path, overrides: list[str], lines: list[str]) -> None:

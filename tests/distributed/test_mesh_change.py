@@ -37,9 +37,7 @@ MESHES = {
 }  # fmt: skip
 
 
-def train(
-    rank: int, world_size: int, run_dir: Path, *layers: dict, attempt: int
-) -> tuple[dict[str, str], list[int]]:
+def train(rank: int, world_size: int, run_dir: Path, *layers: dict, attempt: int) -> tuple[dict[str, str], list[int]]:
     """Train from what the folder holds; the state that was begun with, and the samples that this rank then read."""
     context = RunContext(run_dir, attempt=attempt, rank=rank, local_rank=rank, world_size=world_size)
     config = make_config(SETTINGS, *layers)

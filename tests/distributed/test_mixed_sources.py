@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from tests.data.test_mix import write_megatron
 from tests.distributed.ranks import run_ranks
 from tests.distributed.same_numbers import TINY, make_config, run_one
@@ -33,7 +34,8 @@ def test_the_figures_of_each_source_on_every_mesh(tmp_path: Path) -> None:
     own = write_megatron(tmp_path / "own", [[5, 6, 7, 8] * 20] * 10)
     run_ranks(2, train_all, tmp_path, own)
     rows = {
-        name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in MESHES
+        name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in MESHES
     }
     reference = rows["pp_data_steps"]
     assert len(reference) == ROWS

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,30 @@ def test_a_lost_folder_is_not_replaced_and_a_newer_attempt_silences_an_older_one
     [(warned, taken)] = run_ranks(1, lost_and_taken, tmp_path)
     assert "WARNING: the checkpoint of step 4 was not written" in warned
     assert taken == ("[2]", 2)
+
+
+def end_the_job(rank: int, world_size: int, root: Path) -> str:
+    """Train a run whose job ends while steps 4 to 8 would be saved, a save having been seen to take 100 s."""
+    trainer = make_trainer(rank, world_size, root)
+    ends_in_s = {2: 1000.0, 4: 90.0, 6: 90.0, 8: 90.0}
+    real = trainer._row
+
+    def row(step: int, *rest: object) -> dict:
+        os.environ["HP_TRAIN_END"] = str(time.time() + ends_in_s.get(step, 1000.0))
+        if step == 3:
+            os.utime(next(root.glob("checkpoints/step_*")) / COMMITTED, (time.time() + 100, time.time() + 100))
+        return real(step, *rest)
+
+    trainer._row = row
+    os.environ["HP_TRAIN_END"] = str(time.time() + (1000.0 if rank == 0 else 0.0))
+    try:
+        return run(trainer)
+    finally:
+        del os.environ["HP_TRAIN_END"]
+
+
+def test_a_save_that_the_job_would_cut_short_is_not_begun(tmp_path: Path) -> None:
+    warned, silent = run_ranks(2, end_the_job, tmp_path / "run")
+    assert steps_saved(tmp_path / "run") == [2]
+    assert warned.count("no save is begun after step") == 3 and "a save has taken 100 s" in warned
+    assert silent == ""

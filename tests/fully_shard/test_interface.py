@@ -16,29 +16,42 @@ from hp_train.fully_shard import HSDPModule, HSDPScheduler, fully_shard, registe
 
 # keyword -> default as text, read from the sources inside the wheels of 2.11.0, 2.12.0, 2.13.0 and 2.14.1
 TORCH_2_11 = {
-    "module": None, "mesh": "None", "reshard_after_forward": "None", "shard_placement_fn": "None",
-    "mp_policy": "MixedPrecisionPolicy()", "offload_policy": "OffloadPolicy()", "ignored_params": "None",
+    "module": None,
+    "mesh": "None",
+    "reshard_after_forward": "None",
+    "shard_placement_fn": "None",
+    "mp_policy": "MixedPrecisionPolicy()",
+    "offload_policy": "OffloadPolicy()",
+    "ignored_params": "None",
 }
 TORCH_2_13 = {**TORCH_2_11, "dp_mesh_dims": "None"}
 RECORDED = {"2.11": TORCH_2_11, "2.12": TORCH_2_13, "2.13": TORCH_2_13, "2.14": TORCH_2_13}
 
 # public method of FSDPModule -> its arguments after self, from the same sources; `name*` by keyword only
 METHODS_2_11 = {
-    "reshard": [], "unshard": ["async_op=False"], "set_is_last_backward": ["is_last_backward"],
+    "reshard": [],
+    "unshard": ["async_op=False"],
+    "set_is_last_backward": ["is_last_backward"],
     "set_requires_gradient_sync": ["requires_gradient_sync", "recurse*=True"],
     "set_requires_all_reduce": ["requires_all_reduce", "recurse*=True"],
     "set_reshard_after_forward": ["reshard_after_forward", "recurse=True"],
     "set_reshard_after_backward": ["reshard_after_backward", "recurse*=True"],
-    "set_modules_to_forward_prefetch": ["modules"], "set_modules_to_backward_prefetch": ["modules"],
-    "set_custom_all_gather": ["comm"], "set_custom_reduce_scatter": ["comm"],
-    "set_all_reduce_hook": ["hook", "stream*=None"], "set_post_optim_event": ["event"],
-    "set_reduce_scatter_divide_factor": ["factor"], "set_gradient_divide_factor": ["factor"],
-    "set_force_sum_reduction_for_comms": ["enable"], "set_unshard_in_backward": ["unshard_in_backward"],
+    "set_modules_to_forward_prefetch": ["modules"],
+    "set_modules_to_backward_prefetch": ["modules"],
+    "set_custom_all_gather": ["comm"],
+    "set_custom_reduce_scatter": ["comm"],
+    "set_all_reduce_hook": ["hook", "stream*=None"],
+    "set_post_optim_event": ["event"],
+    "set_reduce_scatter_divide_factor": ["factor"],
+    "set_gradient_divide_factor": ["factor"],
+    "set_force_sum_reduction_for_comms": ["enable"],
+    "set_unshard_in_backward": ["unshard_in_backward"],
     "set_allocate_memory_from_process_group_for_comm": ["enable"],
 }
 METHODS_2_12 = {**METHODS_2_11, "set_symm_mem_for_comm": ["backend='NCCL'"]}
 METHODS_2_13 = {
-    **METHODS_2_12, "reset_iter_state": [],
+    **METHODS_2_12,
+    "reset_iter_state": [],
     "set_reduce_scatter_unused_params": ["reduce_scatter_unused_params", "recurse*=True"],
     "set_reduce_scatter_max_input_buffers": ["max_input_buffers", "recurse*=True"],
     "set_separate_reduce_scatter_group": ["enable=True", "recurse*=True"],
@@ -131,7 +144,9 @@ def test_companions(pair: tuple[object, object]) -> None:
 @pytest.mark.parametrize(
     ("setter", "argument"),
     [
-        ("set_reshard_after_forward", 1), ("set_reshard_after_backward", None), ("set_requires_all_reduce", "yes"),
+        ("set_reshard_after_forward", 1),
+        ("set_reshard_after_backward", None),
+        ("set_requires_all_reduce", "yes"),
         ("set_requires_grad_sync", 0),
     ],
 )

@@ -1,6 +1,6 @@
 """A launcher process for tests: makes a run directory under argv[1] and launches the fake worker, as the command would.
 
-    python fake_launch.py ROOT PLAN_JSON [key=value ...]     (max_steps, max_restarts, nproc, timeout)
+python fake_launch.py ROOT PLAN_JSON [key=value ...]     (max_steps, max_restarts, nproc, timeout)
 """
 
 from __future__ import annotations

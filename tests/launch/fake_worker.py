@@ -65,9 +65,18 @@ def train(config: TrainerConfig, context: RunContext) -> TrainOutcome:
 def _say_what_stands(config: TrainerConfig, context: RunContext) -> None:
     (context.attempt_dir / f"pid_{context.rank}").write_text(str(os.getpid()))
     if context.rank == 0:
-        facts = {"device": "cpu", "device_name": None, "device_memory_bytes": None, "world_size": context.world_size,
-                 "mesh": f"dp_shard {context.world_size}", "num_parameters": 1000, "first_step": 1,
-                 "max_steps": config.trainer.max_steps, "tokens_per_step": 1024, "resumed_from": None}
+        facts = {
+            "device": "cpu",
+            "device_name": None,
+            "device_memory_bytes": None,
+            "world_size": context.world_size,
+            "mesh": f"dp_shard {context.world_size}",
+            "num_parameters": 1000,
+            "first_step": 1,
+            "max_steps": config.trainer.max_steps,
+            "tokens_per_step": 1024,
+            "resumed_from": None,
+        }
         (context.attempt_dir / "attempt.tmp").write_text(json.dumps(facts))
         (context.run_dir / "metrics.jsonl").write_text("")
         (context.attempt_dir / "attempt.tmp").rename(context.attempt_dir / "attempt.json")

@@ -32,18 +32,21 @@ def usable_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("usable_torch")
-@pytest.mark.parametrize("config, devices, device, sizes, line", [
-    (_config(pp=2, shard=2), EIGHT, "cuda", MeshSizes(pp=2, dp_shard=2), "using 4 of 8 GPUs (0-3)"),
-    (_config(pp=2, shard=-1), EIGHT, "cuda", MeshSizes(pp=2, dp_shard=4), "using 8 of 8 GPUs (0-7)"),
-    (_config(shard=-1, nproc=2), EIGHT, "cuda", MeshSizes(dp_shard=2), "using 2 of 8 GPUs (0-1)"),
-    (_config(shard=2), Devices(8, ("5", "2")), "cuda", MeshSizes(dp_shard=2), "using 2 of 8 GPUs (5, 2)"),
-    (_config(), Devices(1, ("0",)), "cuda", MeshSizes(), "using 1 of 1 GPU (0)"),
-    (_config("cpu", pp=2, shard=2), EIGHT, "cpu", MeshSizes(pp=2, dp_shard=2), "using the CPU, 4 processes"),
-    (_config(pp=2, shard=2), NONE, "cpu", MeshSizes(pp=2, dp_shard=2), "using the CPU, 4 processes"),
-    (_config(pp=2, shard=-1), NONE, "cpu", MeshSizes(pp=2), "using the CPU, 2 processes"),
-    (_config("cpu", shard=-1, nproc=4), NONE, "cpu", MeshSizes(dp_shard=4), "using the CPU, 4 processes"),
-    (_config(pp=2, shard=2), Devices(1, ("0",)), "cpu", MeshSizes(pp=2, dp_shard=2), "using the CPU, 4 processes"),
-])
+@pytest.mark.parametrize(
+    "config, devices, device, sizes, line",
+    [
+        (_config(pp=2, shard=2), EIGHT, "cuda", MeshSizes(pp=2, dp_shard=2), "using 4 of 8 GPUs (0-3)"),
+        (_config(pp=2, shard=-1), EIGHT, "cuda", MeshSizes(pp=2, dp_shard=4), "using 8 of 8 GPUs (0-7)"),
+        (_config(shard=-1, nproc=2), EIGHT, "cuda", MeshSizes(dp_shard=2), "using 2 of 8 GPUs (0-1)"),
+        (_config(shard=2), Devices(8, ("5", "2")), "cuda", MeshSizes(dp_shard=2), "using 2 of 8 GPUs (5, 2)"),
+        (_config(), Devices(1, ("0",)), "cuda", MeshSizes(), "using 1 of 1 GPU (0)"),
+        (_config("cpu", pp=2, shard=2), EIGHT, "cpu", MeshSizes(pp=2, dp_shard=2), "using the CPU, 4 processes"),
+        (_config(pp=2, shard=2), NONE, "cpu", MeshSizes(pp=2, dp_shard=2), "using the CPU, 4 processes"),
+        (_config(pp=2, shard=-1), NONE, "cpu", MeshSizes(pp=2), "using the CPU, 2 processes"),
+        (_config("cpu", shard=-1, nproc=4), NONE, "cpu", MeshSizes(dp_shard=4), "using the CPU, 4 processes"),
+        (_config(pp=2, shard=2), Devices(1, ("0",)), "cpu", MeshSizes(pp=2, dp_shard=2), "using the CPU, 4 processes"),
+    ],
+)
 def test_plans(config, devices, device, sizes, line) -> None:
     plan = plan_processes(config, devices)
     assert plan.faults == ()
@@ -60,14 +63,17 @@ def test_a_fall_back_to_the_cpu_says_why() -> None:
 
 
 @pytest.mark.usefixtures("usable_torch")
-@pytest.mark.parametrize("config, devices, words", [
-    (_config("cuda"), NONE, ("trainer.device=cuda", "no NVIDIA GPU", "trainer.device=auto or cpu")),
-    (_config("cuda", shard=16), EIGHT, ("16 processes", "8 of 8 are visible", "trainer.device=cpu")),
-    (_config(shard=16, big=True), EIGHT, ("16 processes", "product is at most 8")),
-    (_config(big=True), NONE, ("not trained on a CPU unless asked", "trainer.device=cpu")),
-    (_config(pp=3, shard=-1), EIGHT, ("groups of 3", "launcher.nproc_per_node=6")),
-    (_config(pp=16, shard=-1, big=True), EIGHT, ("16 processes",)),
-])
+@pytest.mark.parametrize(
+    "config, devices, words",
+    [
+        (_config("cuda"), NONE, ("trainer.device=cuda", "no NVIDIA GPU", "trainer.device=auto or cpu")),
+        (_config("cuda", shard=16), EIGHT, ("16 processes", "8 of 8 are visible", "trainer.device=cpu")),
+        (_config(shard=16, big=True), EIGHT, ("16 processes", "product is at most 8")),
+        (_config(big=True), NONE, ("not trained on a CPU unless asked", "trainer.device=cpu")),
+        (_config(pp=3, shard=-1), EIGHT, ("groups of 3", "launcher.nproc_per_node=6")),
+        (_config(pp=16, shard=-1, big=True), EIGHT, ("16 processes",)),
+    ],
+)
 def test_refusals_name_numbers_and_ways_out(config, devices, words) -> None:
     (fault,) = plan_processes(config, devices).faults
     assert "\n" not in fault
@@ -75,11 +81,14 @@ def test_refusals_name_numbers_and_ways_out(config, devices, words) -> None:
         assert word in fault
 
 
-@pytest.mark.parametrize("torch_build, driver_cuda, words", [
-    (("2.13.0+cpu", None), (12, 4), ("built without CUDA", "CUDA 12.4", "2.13.0+cpu")),
-    (("2.13.0", (13, 0)), (12, 4), ("too old", "CUDA 13.0", "CUDA 12")),
-    (("2.13.0", (12, 8)), None, ("libcuda.so.1 does not load",)),
-])
+@pytest.mark.parametrize(
+    "torch_build, driver_cuda, words",
+    [
+        (("2.13.0+cpu", None), (12, 4), ("built without CUDA", "CUDA 12.4", "2.13.0+cpu")),
+        (("2.13.0", (13, 0)), (12, 4), ("too old", "CUDA 13.0", "CUDA 12")),
+        (("2.13.0", (12, 8)), None, ("libcuda.so.1 does not load",)),
+    ],
+)
 def test_gpus_that_torch_cannot_use_are_never_passed_over(monkeypatch, torch_build, driver_cuda, words) -> None:
     monkeypatch.setattr(nvidia, "_torch_build", lambda: torch_build)
     monkeypatch.setattr(nvidia, "_driver_cuda_version", lambda: driver_cuda)
@@ -103,10 +112,21 @@ def test_torch_version_is_read_from_its_text() -> None:
     assert cuda == (None if torch.version.cuda is None else tuple(map(int, torch.version.cuda.split(".")[:2])))
 
 
-@pytest.mark.parametrize("chosen, names", [
-    (None, ("0", "1", "2", "3")), ("", ()), ("-1", ()), ("2,0", ("2", "0")), ("0,1,9,2", ("0", "1")), ("1,1", ()),
-    ("0,-1,2", ("0",)), (" 3 , 1", ("3", "1")), ("GPU-8f2,MIG-11", ("GPU-8f2", "MIG-11")), ("none", ()),
-])
+@pytest.mark.parametrize(
+    "chosen, names",
+    [
+        (None, ("0", "1", "2", "3")),
+        ("", ()),
+        ("-1", ()),
+        ("2,0", ("2", "0")),
+        ("0,1,9,2", ("0", "1")),
+        ("1,1", ()),
+        ("0,-1,2", ("0",)),
+        (" 3 , 1", ("3", "1")),
+        ("GPU-8f2,MIG-11", ("GPU-8f2", "MIG-11")),
+        ("none", ()),
+    ],
+)
 def test_cuda_visible_devices_as_the_driver_reads_it(tmp_path: Path, chosen: str | None, names: tuple) -> None:
     (tmp_path / "dev").mkdir()
     for node in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):

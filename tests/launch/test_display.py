@@ -69,17 +69,37 @@ def test_a_closed_pipe_does_not_end_the_log() -> None:
     PlainLog(stream, 10).line("nobody reads this")
 
 
-@pytest.mark.parametrize("value, text", [
-    (0, "0"), (9.996, "10"), (987.6, "988"), (999.6, "1k"), (51_500, "51.5k"), (412_345, "412k"), (999_600, "1M"),
-    (1.27e6, "1.27M"), (8_030_261_248, "8.03G"), (2.5e12, "2.5T"),
-])
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (0, "0"),
+        (9.996, "10"),
+        (987.6, "988"),
+        (999.6, "1k"),
+        (51_500, "51.5k"),
+        (412_345, "412k"),
+        (999_600, "1M"),
+        (1.27e6, "1.27M"),
+        (8_030_261_248, "8.03G"),
+        (2.5e12, "2.5T"),
+    ],
+)
 def test_counts(value: float, text: str) -> None:
     assert units.count_text(value) == text
 
 
-@pytest.mark.parametrize("seconds, text", [
-    (0.2, "0s"), (41, "41s"), (99.6, "2m"), (2460, "41m"), (7500, "2h05m"), (7199, "2h00m"), (277_000, "3d05h"),
-])
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0.2, "0s"),
+        (41, "41s"),
+        (99.6, "2m"),
+        (2460, "41m"),
+        (7500, "2h05m"),
+        (7199, "2h00m"),
+        (277_000, "3d05h"),
+    ],
+)
 def test_durations(seconds: float, text: str) -> None:
     assert units.duration_text(seconds) == text
 
@@ -98,8 +118,19 @@ def test_live_view_shows_everything_and_fits(width: int) -> None:
     plain = "\n".join(lines)
     assert all(len(line) <= width for line in lines)
     assert len(lines) < 12
-    for part in ("8.03G parameters · pp 2 x dp_shard 4 · NVIDIA H100", "step 41/2000", "2% eta 41m", "loss 2.900",
-                 "val 3.050", "█▇", "412k tok/s (51.5k/GPU)", "1.27 s/step", "mfu 41%", "grad norm 1.30", "lr 3.0e-04"):
+    for part in (
+        "8.03G parameters · pp 2 x dp_shard 4 · NVIDIA H100",
+        "step 41/2000",
+        "2% eta 41m",
+        "loss 2.900",
+        "val 3.050",
+        "█▇",
+        "412k tok/s (51.5k/GPU)",
+        "1.27 s/step",
+        "mfu 41%",
+        "grad norm 1.30",
+        "lr 3.0e-04",
+    ):
         assert part in plain, part
 
 
@@ -192,10 +223,13 @@ def test_tail_follows_growth_torn_lines_cuts_and_replacement(tmp_path: Path) -> 
     assert tail.poll() == [] and tail.poll(torn=True) == ["end without newline"]
 
 
-@pytest.mark.parametrize("resumed, told", [
-    ("step_00000002", "going on from checkpoint step_00000002"),
-    (None, "no valid checkpoint to go on from: starting again at step 0"),
-])
+@pytest.mark.parametrize(
+    "resumed, told",
+    [
+        ("step_00000002", "going on from checkpoint step_00000002"),
+        (None, "no valid checkpoint to go on from: starting again at step 0"),
+    ],
+)
 def test_feed_shows_this_attempts_rows_only_and_every_line_of_rank_0(
     tmp_path: Path, resumed: str | None, told: str
 ) -> None:
@@ -217,9 +251,13 @@ def test_feed_shows_this_attempts_rows_only_and_every_line_of_rank_0(
     assert feed.current_step() == 5
 
 
-@pytest.mark.parametrize("cause, code, command", [
-    (Cause.DONE, 0, "hp-train resume {dir} trainer.max_steps=80"), (Cause.PREEMPTED, 75, "hp-train resume {dir}"),
-])
+@pytest.mark.parametrize(
+    "cause, code, command",
+    [
+        (Cause.DONE, 0, "hp-train resume {dir} trainer.max_steps=80"),
+        (Cause.PREEMPTED, 75, "hp-train resume {dir}"),
+    ],
+)
 def test_summary(tmp_path: Path, cause: Cause, code: int, command: str) -> None:
     folder = attempt_dir(tmp_path, 1)
     folder.mkdir(parents=True)

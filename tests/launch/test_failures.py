@@ -41,12 +41,15 @@ def test_an_echo_never_outranks_a_cause_however_early_it_is(kind: str, message: 
     assert first_cause([echo, killed]) is killed
 
 
-@pytest.mark.parametrize("kind, message", [
-    ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied"),
-    ("ValueError", "learning rate timed out"),  # the words alone do not make it communication
-    ("FileNotFoundError", "no such file: socket error.txt"),
-    ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB"),
-])
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied"),
+        ("ValueError", "learning rate timed out"),  # the words alone do not make it communication
+        ("FileNotFoundError", "no such file: socket error.txt"),
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+)
 def test_errors_of_other_kinds_are_causes(kind: str, message: str) -> None:
     assert not Failure(0, 0, kind, message).is_communication
 

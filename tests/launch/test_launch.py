@@ -64,7 +64,9 @@ def test_whatever_stops_a_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> N
     assert (hung.cause, hung.rank, hung.step, hung.phase) == (Cause.UNKNOWN, 1, 4, "data")
     assert "no rank has come further for" in hung.message and "rank 1 is missing, rank 0 waits" in hung.message
     assert "fake_worker.py" in (run.folder / "logs/attempt_1/rank_1/stacks.txt").read_text()
-    waits = r"rank 0 .*: step 4, forward and backward, waiting in all_reduce, called from .*; .*gloo:all_reduce, number "
+    waits = (
+        r"rank 0 .*: step 4, forward and backward, waiting in all_reduce, called from .*; .*gloo:all_reduce, number "
+    )
     assert re.search(waits, run.err)
     assert re.search(r"rank 1 .*: step 4, data, in _misbehave \(fake_worker.py:\d+\)", run.err)
     assert (left.rank, left.step) == (1, 2) and "exited before the end of the run with status 0" in left.message

@@ -22,14 +22,20 @@ def test_bytes_are_those_of_the_live_objects() -> None:
     assert after.optimizer - before.optimizer == 2 * size + 4  # two moments and the count of steps
 
 
-@pytest.mark.parametrize("error, expected", [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
-    (RuntimeError("CUDA error: out of memory"), True),
-    (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried"), True),
-    (MemoryError(), True),
-    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-    (ValueError("out of memory"), False),
-])
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
+        (MemoryError(), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
 def test_which_errors_mean_memory(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
 
@@ -39,7 +45,8 @@ def test_advice_follows_the_larger_kind_and_what_is_set_already() -> None:
     config.trainer.micro_batch_size = 4
     activations, state = MemoryByKind(1, 1, 2, 100, None), MemoryByKind(100, 100, 200, 10, None)
     assert advise(config, activations) == [
-        "trainer.micro_batch_size=2", "activation_checkpoint.mode=full activation_checkpoint.every=1"
+        "trainer.micro_batch_size=2",
+        "activation_checkpoint.mode=full activation_checkpoint.every=1",
     ]
     assert advise(config, state)[0] == "fsdp.dp_shard_size=2 (on twice the processes)"
     config.fsdp.dp_mode, config.fsdp.dp_replicate_size = "ddp", 8

@@ -61,14 +61,17 @@ def _standing(rank: int, step: int = 4, phase: str = "forward and backward", fra
     return Standing(rank, step, phase, 9.0, frames)
 
 
-@pytest.mark.parametrize("standings, missing", [
-    ([_standing(0), _standing(1, frames=IN_DATA), _standing(2)], [1]),
-    ([_standing(0), _standing(1, frames=())], [1]),  # says nothing
-    ([_standing(0), _standing(1, step=3)], [1]),  # waits in another step's collective
-    ([_standing(0, phase="optimizer"), _standing(1)], [1]),
-    ([_standing(0), _standing(1)], []),
-    ([_standing(0, frames=IN_DATA)], [0]),
-])
+@pytest.mark.parametrize(
+    "standings, missing",
+    [
+        ([_standing(0), _standing(1, frames=IN_DATA), _standing(2)], [1]),
+        ([_standing(0), _standing(1, frames=())], [1]),  # says nothing
+        ([_standing(0), _standing(1, step=3)], [1]),  # waits in another step's collective
+        ([_standing(0, phase="optimizer"), _standing(1)], [1]),
+        ([_standing(0), _standing(1)], []),
+        ([_standing(0, frames=IN_DATA)], [0]),
+    ],
+)
 def test_missing_ranks(standings: list[Standing], missing: list[int]) -> None:
     assert missing_ranks(standings) == missing
     failure = hang_failure(standings, 9.0, MeshSizes(dp_shard=len(standings)))

@@ -124,34 +124,37 @@ STUCK = (_end(Cause.LOST_NODE, 1, 1, 0), _end(Cause.LOST_NODE, 2, 1, 0))
 TWICE = (_end(Cause.UNKNOWN, 1), _end(Cause.UNKNOWN, 2))
 
 
-@pytest.mark.parametrize("outcomes, job, settings, action, words", [
-    ((SAVED,), RUNNING, {}, Action.REQUEUE, "ended as time_limit at step 9"),
-    ((_end(Cause.PREEMPTED),), RUNNING, {"continue_by": "resubmit"}, Action.RESUBMIT, "preempted"),
-    ((_end(Cause.UNKNOWN),), RUNNING, {}, Action.REQUEUE, "unknown"),
-    ((_end(Cause.LOST_NODE),), RUNNING, {"continue_by": "requeue"}, Action.REQUEUE, "lost_node"),
-    ((OK,), RUNNING, {}, Action.END, "all steps are taken"),
-    ((SAVED,), RUNNING, {"continue_by": "none"}, Action.END, "continue_by=none"),
-    ((SAVED,), JobState("CANCELLED"), {}, Action.END, "cancelled"),
-    ((SAVED,), JobState("CANCELLED+"), {"continue_by": "resubmit"}, Action.END, "cancelled"),
-    ((SAVED,), JobState("COMPLETING", 1), {}, Action.END, "itself"),
-    ((SAVED,), JobState("PENDING", 1), {}, Action.END, "itself"),
-    ((SAVED,), JobState("RUNNING", 2), {"restart": 2}, Action.REQUEUE, "time_limit"),
-    ((SAVED,), JobState("PREEMPTED"), {}, Action.RESUBMIT, "SLURM has ended the job"),
-    ((SAVED,), JobState("TIMEOUT"), {}, Action.RESUBMIT, "TIMEOUT"),
-    ((SAVED,), JobState("TIMEOUT"), {"continue_by": "requeue"}, Action.END, "cannot be queued again"),
-    ((SAVED,), JobState("UNKNOWN"), {}, Action.END, "UNKNOWN"),
-    ((_end(Cause.PREEMPTED),), JobState("COMPLETING"), {}, Action.END, "by its owner or by SLURM"),
-    ((_end(Cause.PREEMPTED),), JobState("COMPLETING"), {"continue_by": "resubmit"}, Action.END, "by its owner"),
-    ((SAVED,), JobState("COMPLETING", 0, True), {}, Action.RESUBMIT, "COMPLETING"),
-    ((SAVED,), RUNNING, {"restart": 3, "max_requeues": 3}, Action.END, "max_requeues=3"),
-    ((SAVED,), RUNNING, {"continued": 4, "max_requeues": 3}, Action.END, "gone on 4 times"),
-    ((BAD,), RUNNING, {}, Action.END, "user_error"),
-    ((_end(Cause.DIVERGED),), RUNNING, {}, Action.END, "diverged"),
-    ((_end(Cause.NON_FINITE),), RUNNING, {}, Action.END, "non_finite"),
-    ((_end(Cause.STOPPED),), RUNNING, {}, Action.END, "stopped"),
-    (STUCK, RUNNING, {}, Action.END, "without a newer checkpoint"),
-    (TWICE, RUNNING, {}, Action.END, "the same way at step 9"),
-])
+@pytest.mark.parametrize(
+    "outcomes, job, settings, action, words",
+    [
+        ((SAVED,), RUNNING, {}, Action.REQUEUE, "ended as time_limit at step 9"),
+        ((_end(Cause.PREEMPTED),), RUNNING, {"continue_by": "resubmit"}, Action.RESUBMIT, "preempted"),
+        ((_end(Cause.UNKNOWN),), RUNNING, {}, Action.REQUEUE, "unknown"),
+        ((_end(Cause.LOST_NODE),), RUNNING, {"continue_by": "requeue"}, Action.REQUEUE, "lost_node"),
+        ((OK,), RUNNING, {}, Action.END, "all steps are taken"),
+        ((SAVED,), RUNNING, {"continue_by": "none"}, Action.END, "continue_by=none"),
+        ((SAVED,), JobState("CANCELLED"), {}, Action.END, "cancelled"),
+        ((SAVED,), JobState("CANCELLED+"), {"continue_by": "resubmit"}, Action.END, "cancelled"),
+        ((SAVED,), JobState("COMPLETING", 1), {}, Action.END, "itself"),
+        ((SAVED,), JobState("PENDING", 1), {}, Action.END, "itself"),
+        ((SAVED,), JobState("RUNNING", 2), {"restart": 2}, Action.REQUEUE, "time_limit"),
+        ((SAVED,), JobState("PREEMPTED"), {}, Action.RESUBMIT, "SLURM has ended the job"),
+        ((SAVED,), JobState("TIMEOUT"), {}, Action.RESUBMIT, "TIMEOUT"),
+        ((SAVED,), JobState("TIMEOUT"), {"continue_by": "requeue"}, Action.END, "cannot be queued again"),
+        ((SAVED,), JobState("UNKNOWN"), {}, Action.END, "UNKNOWN"),
+        ((_end(Cause.PREEMPTED),), JobState("COMPLETING"), {}, Action.END, "by its owner or by SLURM"),
+        ((_end(Cause.PREEMPTED),), JobState("COMPLETING"), {"continue_by": "resubmit"}, Action.END, "by its owner"),
+        ((SAVED,), JobState("COMPLETING", 0, True), {}, Action.RESUBMIT, "COMPLETING"),
+        ((SAVED,), RUNNING, {"restart": 3, "max_requeues": 3}, Action.END, "max_requeues=3"),
+        ((SAVED,), RUNNING, {"continued": 4, "max_requeues": 3}, Action.END, "gone on 4 times"),
+        ((BAD,), RUNNING, {}, Action.END, "user_error"),
+        ((_end(Cause.DIVERGED),), RUNNING, {}, Action.END, "diverged"),
+        ((_end(Cause.NON_FINITE),), RUNNING, {}, Action.END, "non_finite"),
+        ((_end(Cause.STOPPED),), RUNNING, {}, Action.END, "stopped"),
+        (STUCK, RUNNING, {}, Action.END, "without a newer checkpoint"),
+        (TWICE, RUNNING, {}, Action.END, "the same way at step 9"),
+    ],
+)
 def test_what_is_done_at_the_end_of_a_job(outcomes, job, settings, action, words) -> None:
     defaults = {"restart": 0, "continued": 0, "continue_by": "auto", "max_requeues": 100}
     decision = decide(outcomes, job, **{**defaults, **settings})
@@ -184,10 +187,17 @@ def test_a_job_as_scontrol_shows_it() -> None:
     )
 
 
-@pytest.mark.parametrize("text, seconds", [
-    ("2-00:00:00", 172_800), ("1-12", 129_600), ("12:00:00", 43_200), ("30:00", 1_800), ("90", 5_400),
-    ("UNLIMITED", None),
-])
+@pytest.mark.parametrize(
+    "text, seconds",
+    [
+        ("2-00:00:00", 172_800),
+        ("1-12", 129_600),
+        ("12:00:00", 43_200),
+        ("30:00", 1_800),
+        ("90", 5_400),
+        ("UNLIMITED", None),
+    ],
+)
 def test_times_as_slurm_writes_them(text: str, seconds: int | None) -> None:
     assert seconds_of(text) == seconds
 
@@ -222,8 +232,6 @@ def test_what_a_site_means_for_a_run() -> None:
     assert notes_for(small, Site(30, 0, "OFF", True, None, "main")) == []
     with pytest.raises(ConfigError, match="launcher.time=2h is longer than partition main allows .01:00:00."):
         notes_for(small, Site(30, 0, "OFF", True, 3600, "main"))
-
-
 
 
 SINFO = "main*|10|128|(null)\npreempt|4|96|gpu:h100:8(S:0-1)\npreempt|2|64|gpu:h100:4\n"

@@ -34,9 +34,17 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for rank in (0, 1):
             (folder / f"rank_{rank}").mkdir(parents=True)
             (folder / f"rank_{rank}/stdout.log").write_text(f"hello from {rank}\n")
-        facts = {"device": "cpu", "device_name": None, "device_memory_bytes": None, "world_size": 2,
-                 "mesh": "dp_shard 2", "num_parameters": 1000, "first_step": first, "max_steps": 8,
-                 "tokens_per_step": 3000}
+        facts = {
+            "device": "cpu",
+            "device_name": None,
+            "device_memory_bytes": None,
+            "world_size": 2,
+            "mesh": "dp_shard 2",
+            "num_parameters": 1000,
+            "first_step": first,
+            "max_steps": 8,
+            "tokens_per_step": 3000,
+        }
         (folder / "attempt.json").write_text(json.dumps(facts))
     _write_rows(run_dir / "metrics.jsonl", range(1, 9))
     _write_rows(run_dir / "metrics.attempt_1.jsonl", range(5, 7))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +19,7 @@ from hp_train.config.schema import ModelSection
 from hp_train.models import initial_weights
 from hp_train.models.initial_weights import initialize
 from hp_train.models.llama import Llama
+from tests.distributed.ranks import run_ranks
 
 # Sizes that 2 and 4 ranks do not divide, and one that leaves ranks with nothing.
 CONFIG = ModelSection(vocab_size=101, dim=36, num_layers=3, num_heads=2, num_kv_heads=1, ffn_dim=54)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.distributed.ranks import run_ranks
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -15,6 +14,7 @@ from hp_train.config.schema import ModelSection, RopeScalingSection
 from hp_train.models.initial_weights import initialize
 from hp_train.models.llama import Llama
 from hp_train.models.rope import RotaryEmbedding, rotary_frequencies
+from tests.distributed.ranks import run_ranks
 
 SCALING = RopeScalingSection(factor=8.0, original_max_position_embeddings=32)  # all three bands in a small head
 SMALL = ModelSection(vocab_size=97, dim=64, num_layers=2, num_heads=4, ffn_dim=112, max_seq_len=512)
@@ -40,16 +40,23 @@ def hugging_face(config: ModelSection, model: Llama) -> torch.nn.Module:
     if config.rope_scaling is not None:
         scaling = config.rope_scaling
         rope.update(
-            rope_type="llama3", factor=scaling.factor, low_freq_factor=scaling.low_freq_factor,
+            rope_type="llama3",
+            factor=scaling.factor,
+            low_freq_factor=scaling.low_freq_factor,
             high_freq_factor=scaling.high_freq_factor,
             original_max_position_embeddings=scaling.original_max_position_embeddings,
         )
     reference = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=config.vocab_size, hidden_size=config.dim, intermediate_size=config.ffn_dim,
-            num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads or config.num_heads, rms_norm_eps=config.norm_eps,
-            max_position_embeddings=config.max_seq_len, rope_parameters=rope,
+            vocab_size=config.vocab_size,
+            hidden_size=config.dim,
+            intermediate_size=config.ffn_dim,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads or config.num_heads,
+            rms_norm_eps=config.norm_eps,
+            max_position_embeddings=config.max_seq_len,
+            rope_parameters=rope,
             tie_word_embeddings=config.tie_embeddings,
         )
     )
@@ -123,9 +130,7 @@ def test_stages_after_each_other_are_the_whole_bitwise(tied: bool, cuts: tuple[i
     hidden: Tensor = tokens
     for index, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
         last = index == len(edges) - 2
-        stage = Llama(
-            config, layers=range(start, end), embedding=index == 0, head=last, loss_chunk_tokens=20
-        )
+        stage = Llama(config, layers=range(start, end), embedding=index == 0, head=last, loss_chunk_tokens=20)
         stage.load_state_dict({name: states[name] for name in stage.state_dict()})  # strict: names are global
         hidden = stage(hidden, targets=tokens if last else None)
     assert torch.equal(hidden, whole(tokens, targets=tokens))

@@ -89,7 +89,5 @@ def test_flops_are_those_that_torch_counts(config: ModelSection) -> None:
 
 
 def test_shapes_and_learning_rate_need_no_torch() -> None:
-    program = (
-        "import sys, hp_train.models.shapes, hp_train.training.lr_schedule; sys.exit('torch' in sys.modules)"
-    )
+    program = "import sys, hp_train.models.shapes, hp_train.training.lr_schedule; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

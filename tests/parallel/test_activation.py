@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.distributed.ranks import run_ranks
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -19,6 +18,7 @@ from hp_train.models.initial_weights import initialize
 from hp_train.models.llama import Llama
 from hp_train.models.shapes import parameter_shapes
 from hp_train.parallel.activation import COSTLY_OPERATORS, apply_activation_checkpointing, compile_blocks
+from tests.distributed.ranks import run_ranks
 
 CONFIG = ModelSection(vocab_size=64, dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=160)
 BATCH, SEQ = 2, 48

@@ -59,7 +59,11 @@ def build(config, *, layers, embedding, head, loss_chunk_tokens):
             return hidden if self.lm_head is None else self.lm_head(hidden, targets)
 
         def initial_weight(self, name):
-            return Constant(float(name.endswith("norm.weight"))) if name.endswith(("norm.weight", "bias")) else Normal(0.05)
+            return (
+                Constant(float(name.endswith("norm.weight")))
+                if name.endswith(("norm.weight", "bias"))
+                else Normal(0.05)
+            )
 
     return GatedConv()
 

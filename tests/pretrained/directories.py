@@ -41,7 +41,9 @@ def write_directory(
         save_file(weights, folder / "model.safetensors")
         return folder
     names = sorted(weights)
-    weight_map = {name: f"model-{index % num_files + 1:05d}-of-{num_files:05d}.safetensors" for index, name in enumerate(names)}
+    weight_map = {
+        name: f"model-{index % num_files + 1:05d}-of-{num_files:05d}.safetensors" for index, name in enumerate(names)
+    }
     for file in set(weight_map.values()):
         save_file({name: weights[name] for name in names if weight_map[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

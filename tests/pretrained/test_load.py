@@ -36,7 +36,9 @@ def load_everywhere(rank: int, world_size: int, folder: Path) -> list[str]:
 
 
 def load_one(rank: int, world_size: int, folder: Path, tied: bool) -> list[str]:
-    model, dtype, folder = (TIED, torch.bfloat16, folder / "tied") if tied else (MODEL, torch.float32, folder / "untied")
+    model, dtype, folder = (
+        (TIED, torch.bfloat16, folder / "tied") if tied else (MODEL, torch.float32, folder / "untied")
+    )
     expected = {name: tensor.float() for name, tensor in random_weights(model, dtype).items()}
     found = []
     for name, mesh in (TIED_MESHES if tied else UNTIED_MESHES).items():

@@ -69,7 +69,9 @@ def test_a_round_trip_is_bitwise(finished: Run, tmp_path: Path, dtype: str, max_
     assert stored.keys() == expected.keys()
     assert all(torch.equal(stored[name], expected[name]) for name in expected)
     again = Llama(CONFIG.model)
-    load_pretrained(make_config({"model.pretrained": str(to), "model.tie_embeddings": True}).model, dict(again.named_parameters()))
+    load_pretrained(
+        make_config({"model.pretrained": str(to), "model.tie_embeddings": True}).model, dict(again.named_parameters())
+    )
     assert all(torch.equal(tensor, expected[name].float()) for name, tensor in again.named_parameters())
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -90,7 +92,9 @@ def test_transformers_loads_model_and_tokenizer(
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257, 258)
     model = AutoModelForCausalLM.from_pretrained(to, dtype=torch.float32)
     ours = Llama(CONFIG.model)
-    ours.load_state_dict({**finished.numbers.weights, "lm_head.weight": finished.numbers.weights["model.embed_tokens.weight"]})
+    ours.load_state_dict(
+        {**finished.numbers.weights, "lm_head.weight": finished.numbers.weights["model.embed_tokens.weight"]}
+    )
     tokens = torch.arange(48).view(2, 24) * 5 % 256
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), model(tokens).logits, rtol=0, atol=2e-5)
@@ -111,7 +115,9 @@ def test_a_cache_changes_nothing(finished: Run) -> None:
             with_cache = next_logits(model, tokens[:, new], positions[:, new])
             for block in model.blocks.values():
                 block.self_attn.core = type(block.self_attn.core)(capacity=40)  # an empty one: all anew
-            torch.testing.assert_close(with_cache, next_logits(model, tokens[:, :stop], positions[:, :stop]), rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                with_cache, next_logits(model, tokens[:, :stop], positions[:, :stop]), rtol=0, atol=1e-5
+            )
             for block, core in zip(model.blocks.values(), cores, strict=True):
                 block.self_attn.core = core
     with torch.no_grad():  # and after it the model is as it was
@@ -121,7 +127,10 @@ def test_a_cache_changes_nothing(finished: Run) -> None:
 def test_sampling(finished: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     texts = []
     for options in (["--seed", "1"], ["--seed", "1"], ["--seed", "2"], ["--temperature", "0"]):
-        assert command(monkeypatch, "sample", str(finished.folder), "--prompt", "ROMEO:", "--max-tokens", "30", *options) == 0
+        assert (
+            command(monkeypatch, "sample", str(finished.folder), "--prompt", "ROMEO:", "--max-tokens", "30", *options)
+            == 0
+        )
         texts.append(capsys.readouterr().out)
     assert all(text.startswith("ROMEO:") and text.endswith("\n") for text in texts)
     assert texts[0] == texts[1]

@@ -52,7 +52,10 @@ def test_the_directory_sets_the_shape_over_any_option(tmp_path: Path, num_files:
     [
         ("model.dim=64", ("model.dim=64", "hidden_size=32", "leave model.dim out")),
         ("model.num_kv_heads=null", ("model.num_kv_heads=4", "num_key_value_heads=2")),
-        ("model.rope_scaling.factor=8", ("model.rope_scaling=llama3 with factor 8", "rope_scaling=llama3 with factor 4")),
+        (
+            "model.rope_scaling.factor=8",
+            ("model.rope_scaling=llama3 with factor 8", "rope_scaling=llama3 with factor 4"),
+        ),
         ("model.max_seq_len=65", ("model.max_seq_len=65", "max_position_embeddings=64")),
     ],
 )

@@ -161,9 +161,14 @@ def test_an_array_has_a_run_directory_for_each_task(cluster: Cluster, folder: Pa
     assert (ends[1] / "slurm/job_id").read_text().strip() and job
 
 
-@pytest.mark.parametrize("words", [
-    ("launcher.nodes=4",), ("launcher.partition=nowhere",), ("launcher.nodes=2", "launcher.cpus_per_node=64"),
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("launcher.nodes=4",),
+        ("launcher.partition=nowhere",),
+        ("launcher.nodes=2", "launcher.cpus_per_node=64"),
+    ],
+)
 def test_what_slurm_would_refuse_leaves_one_line_and_no_folder(cluster: Cluster, folder: Path, words) -> None:
     copies = {"launcher.nodes=4": 4, "launcher.nodes=2": 2}.get(words[0], 1)
     done = hp_train(

@@ -65,7 +65,9 @@ def test_total_steps_fix_the_curve_whatever_the_run_length() -> None:
 
 @settings(deadline=None)  # a busy machine is no fault of the curve
 @given(
-    name=st.sampled_from(NAMES), steps=st.integers(1, 400), warmup_steps=st.integers(0, 500),
+    name=st.sampled_from(NAMES),
+    steps=st.integers(1, 400),
+    warmup_steps=st.integers(0, 500),
     floor=st.floats(1e-3, 1),
 )
 def test_every_curve_stays_positive_below_the_peak_and_falls_after_warm_up(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.distributed.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -12,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from hp_train.config.schema import ModelSection, OptimizerSection
 from hp_train.models.llama import Llama
 from hp_train.training.optimizer import build_optimizer
+from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")
 SHAPES = {"matrix": (5, 6), "thin": (2, 3), "vector": (7,)}

@@ -16,8 +16,8 @@ from hp_train.checkpoint import storage
 from hp_train.checkpoint.asynchronous import AsyncSaver
 from hp_train.checkpoint.load import find_checkpoint, load_checkpoint
 from hp_train.checkpoint.save import save_checkpoint
-from hp_train.checkpoint.storage import SavePolicy
 from hp_train.checkpoint.state import CheckpointState
+from hp_train.checkpoint.storage import SavePolicy
 from hp_train.errors import CheckpointError
 from tests.checkpoint.whole_runs import assert_same_bits
 from tests.distributed.ranks import run_ranks

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from hp_train.checkpoint.layout import METADATA, encode_json, read_json, read_manifest
 from hp_train.checkpoint.load import find_checkpoint, load_checkpoint
 from hp_train.checkpoint.metadata_json import decode_metadata
-from hp_train.checkpoint.layout import METADATA, encode_json, read_json, read_manifest
 from hp_train.checkpoint.save import save_checkpoint, write_shards
-from hp_train.checkpoint.storage import SavePolicy
 from hp_train.checkpoint.state import CheckpointState
+from hp_train.checkpoint.storage import SavePolicy
 from hp_train.checkpoint.tensor_shard import shard_of
 from hp_train.errors import CheckpointError
 from tests.checkpoint.whole_runs import assert_same_bits

@@ -363,8 +363,12 @@ def spans_logs_and_states(mesh: DeviceMesh) -> None:
     assert during == [HSDPSchedulerState.PRE_FORWARD, HSDPSchedulerState.PRE_BACKWARD]
     assert scheduler.scheduler_state is HSDPSchedulerState.BACKWARD
     expected = [
-        "pre_forward unshard:blocks.1", "post_forward reshard:blocks.1", "backward prefetch:blocks.1",
-        "pre_backward unshard:blocks.1", "post_backward:blocks.1", "post_backward reshard:blocks.1",
+        "pre_forward unshard:blocks.1",
+        "post_forward reshard:blocks.1",
+        "backward prefetch:blocks.1",
+        "pre_backward unshard:blocks.1",
+        "post_backward:blocks.1",
+        "post_backward reshard:blocks.1",
     ]
     assert [line for line in records if line.endswith(":blocks.1")] == expected
     assert set(expected) <= {event.key for event in profile.key_averages()}

@@ -59,6 +59,7 @@ def a_unit_whose_parameters_are_all_unused_on_some_ranks(mesh: DeviceMesh) -> No
 @REGISTRY.case
 def two_models_that_train_against_each_other(mesh: DeviceMesh) -> None:
     """Each is a root of its own; one runs inside the other's backward, frozen, and trains by itself afterwards."""
+
     def build_pair() -> tuple[nn.Module, nn.Module]:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
@@ -153,6 +154,7 @@ def a_unit_of_several_modules_run_in_part(mesh: DeviceMesh) -> None:
     fully_shard([model.norm, model.head], mesh=mesh)
     fully_shard(model, mesh=mesh)
     for each in (model, reference):
+
         def hidden(tokens: torch.Tensor, each: nn.Module = each) -> torch.Tensor:
             x = each.embed(tokens)
             for block in each.blocks:
@@ -171,9 +173,7 @@ def a_unit_of_several_modules_run_in_part(mesh: DeviceMesh) -> None:
         chunked(model, batch(0, rank()))
     for each in range(world_size()):
         chunked(reference, batch(0, each))
-    assert_grads(
-        model, {name: param.grad / world_size() for name, param in reference.named_parameters()}
-    )
+    assert_grads(model, {name: param.grad / world_size() for name, param in reference.named_parameters()})
     assert_nothing_full(model)
 
 

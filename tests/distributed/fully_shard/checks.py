@@ -17,9 +17,7 @@ from tests.distributed.fully_shard.models import full_grads
 GRAD_TOLERANCE = 2e-6
 
 
-def assert_grads(
-    model: nn.Module, expected: dict[str, torch.Tensor | None], tolerance: float = GRAD_TOLERANCE
-) -> None:
+def assert_grads(model: nn.Module, expected: dict[str, torch.Tensor | None], tolerance: float = GRAD_TOLERANCE) -> None:
     """Every parameter's whole gradient equals the expected one within `tolerance` of its norm; None equals None."""
     grads = full_grads(model)
     assert grads.keys() == expected.keys()

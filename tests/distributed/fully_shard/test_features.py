@@ -29,9 +29,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("size", "module", "case"), CASES)
-def test_feature(
-    size: int, module: str, case: str, outcomes: dict[tuple[int, str], dict[str, str]]
-) -> None:
+def test_feature(size: int, module: str, case: str, outcomes: dict[tuple[int, str], dict[str, str]]) -> None:
     if (size, module) not in outcomes:
         outcomes[size, module] = merged(run_ranks(size, run_module, module))
     assert not outcomes[size, module][case], outcomes[size, module][case]

@@ -18,7 +18,9 @@ from tests.distributed.fully_shard.models import batch, build, full_grads, loss_
 from tests.distributed.ranks import run_ranks
 
 OPTIONS = {
-    "fsdp": {}, "zero_copy": {"comm_fusion_zero_copy": True}, "offload": {"offload_policy": CPUOffloadPolicy()},
+    "fsdp": {},
+    "zero_copy": {"comm_fusion_zero_copy": True},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
     "ddp": {"mode": "ddp"},
 }
 

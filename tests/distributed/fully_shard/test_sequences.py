@@ -212,8 +212,13 @@ def search(rank: int, world_size: int, mode: str) -> None:
     run_state_machine_as_test(
         make_machine(mesh, mode),
         settings=settings(
-            derandomize=True, database=None, deadline=None, max_examples=15, stateful_step_count=18,
-            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+            derandomize=True,
+            database=None,
+            deadline=None,
+            max_examples=15,
+            stateful_step_count=18,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
         ),
     )
 
