@@ -9,7 +9,7 @@ from pathlib import Path
 from hp_train.errors import ConfigError
 from hp_train.launch.find_run import folder_of_runs, list_runs, started_at
 from hp_train.launch.units import duration_text
-from hp_train.reports.run_state import RunState, read_state
+from hp_train.reports.run_listing import RunListing, read_listing
 
 _HEADER = ("run", "state", "step", "loss", "val", "age")
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"no runs in {root}; start one: hp-train recipe=llama_single")
         return 0
     shown = found[: int(args.most) or None]
-    rows = [_HEADER, *(_row(read_state(path), root) for path in shown)]
+    rows = [_HEADER, *(_row(read_listing(path), root) for path in shown)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     for row in rows:
         left = f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}"
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _row(state: RunState, root: Path) -> tuple[str, ...]:
+def _row(state: RunListing, root: Path) -> tuple[str, ...]:
     return (
         str(state.path.relative_to(root)),
         state.state,

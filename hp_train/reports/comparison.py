@@ -12,7 +12,7 @@ import yaml
 from hp_train.errors import ConfigError
 from hp_train.launch.files import read_json
 from hp_train.launch.find_run import CONFIG_FILE
-from hp_train.reports.run_state import all_rows
+from hp_train.reports.run_listing import all_rows
 
 CLOSE = 1e-5  # relative: what another order of float32 sums makes of a loss in a few steps
 _ABSENT = "(absent)"

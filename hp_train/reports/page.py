@@ -23,7 +23,7 @@ from hp_train.launch.run_dir import attempt_dir
 from hp_train.reports.charts import Chart, Series, draw_chart
 from hp_train.reports.comparison import read_config
 from hp_train.reports.page_style import SCRIPT, STYLE
-from hp_train.reports.run_state import all_rows, attempts_of, read_state
+from hp_train.reports.run_listing import all_rows, attempts_of, read_listing
 
 _UNKNOWN = "unknown"
 
@@ -60,7 +60,7 @@ def _newest_facts(run_dir: Path) -> AttemptFacts | None:
 
 
 def _head(run_dir: Path, config: dict[str, Any]) -> str:
-    state = read_state(run_dir)
+    state = read_listing(run_dir)
     written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     steps = f"step {state.step:,} of {state.max_steps:,}" if state.max_steps else f"step {state.step:,}"
     return (

@@ -23,7 +23,7 @@ _MAX_STEPS = re.compile(r"^  max_steps: (\d+)$", flags=re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class RunState:
+class RunListing:
     """One run as it is listed."""
 
     path: Path
@@ -35,12 +35,12 @@ class RunState:
     started_at: float  # of the last attempt, seconds since the epoch
 
 
-def read_state(run_dir: Path) -> RunState:
+def read_listing(run_dir: Path) -> RunListing:
     """Return where the run in `run_dir` stands. Files that are damaged count as missing: a list shows what it can."""
     rows = last_rows(run_dir / "metrics.jsonl")
     last = rows[-1] if rows else None
     evaluations = [row.val_loss for row in rows if row.val_loss is not None]
-    return RunState(
+    return RunListing(
         path=run_dir,
         state=_state(run_dir, last),
         step=last.step if last else 0,
