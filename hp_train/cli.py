@@ -7,6 +7,7 @@ imported where they are needed: a verb pays for its own imports only.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 
@@ -31,6 +32,11 @@ def main() -> int:
     except BrokenPipeError:  # `hp-train --cfg job | head`: who read the output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.DONE)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"hp-train: {error.filename}: longer than a file's name or path may be", file=sys.stderr)
+        return int(ExitCode.USER_ERROR)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
 

@@ -129,6 +129,15 @@ VALUES = [
         case("several values", "trainer.max_steps=1,2", ("trainer.max_steps=1,2 gives several values", "--multirun")),
         case("stray bracket", "pp.layer_split=2]", ("pp.layer_split=2] cannot be read",)),
         case("unbalanced", "optimizer.betas=[0.9", ("optimizer.betas=[0.9 cannot be read", "does not close")),
+        case("entry without a value", "data.mix={mine}", ("data.mix={mine} cannot be read", "name: value")),
+        case("quoted number", "trainer.log_every='5'", ("trainer.log_every='5' is not an integer",)),
+        case(
+            "reference that does not close",
+            "trainer.run_name=a${",
+            ("trainer.run_name=a${ cannot be read", "${GROUP.KEY}"),
+        ),
+        case("name that Hydra cannot read", "data.mix.ü=1", ("data.mix.ü=1: a name typed in data.mix", "unlike ü")),
+        case("name that is a number", "data.sources={7:x}", ("data.sources={7:x}: a name typed", "unlike 7")),
     ),
 ]
 CHOICES = [
@@ -148,6 +157,7 @@ CHOICES = [
         case("deleted group", "~trainer", ("~trainer", "cannot be deleted")),
         case("deleted option", "~fsdp", ("~fsdp", "cannot be deleted")),
         case("deleted key", "~trainer.max_steps", ("~trainer.max_steps", "give trainer.max_steps a value")),
+        case("deleted entry", "~data.mix.mine", ("~data.mix.mine", "give data.mix whole")),
         case("group null", "trainer=null", ("trainer=null", "cannot be null")),
         case("option null", "fsdp=null", ("fsdp=null", "cannot be null", "ddp, fsdp, hsdp")),
         case("group as mapping", "trainer={max_steps:1}", ("trainer={max_steps:1} is not the name of an option",)),
@@ -422,6 +432,11 @@ MACHINE = [
     case("is a file", "trainer.run_dir=run", ("trainer.run_dir=run", "is not a folder"), prepare=a_file),
     case("not writable", "trainer.run_dir=/proc/run", ("trainer.run_dir=/proc/run",)),
     case("run name", "trainer.run_name=../../x", ("trainer.run_name=../../x",)),
+    case("long run name", f"trainer.run_name={'x' * 256}", ("trainer.run_name=xx", "too long", "255 bytes")),
+    case("long run folder", f"trainer.run_dir={'x' * 256}/y", ("trainer.run_dir=xx", "cannot be made", "255 bytes")),
+    case("long path", f"resume {'x' * 256}", ("xx", "longer than a file's name or path may be")),
+    case("long name of a recipe", f"new {'x' * 256}", ("NAME=xx", "too long")),
+    case("recipe called null", "new null", ("NAME=null", "no recipe")),
     case("disk", "model=llama3_405b data=random trainer.device=cpu", ("one checkpoint needs 4.9 TB",)),
     case("in use here", "trainer.run_dir=run", ("trainer.run_dir=run is in use by process",), prepare=in_use()),
     case(

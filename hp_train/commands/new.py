@@ -58,6 +58,10 @@ def run(args: argparse.Namespace) -> int:
 def _name_faults(name: str, file: Path) -> Iterator[str]:
     if not _NAME.fullmatch(name) or name.endswith((".yaml", ".yml")):
         yield f"NAME={name} is not a plain name: letters, digits, _, - and dots, without folder and ending"
+    elif len(file.name.encode()) > 255:
+        yield f"NAME={name} is too long: with its ending a file's name takes 255 bytes"
+    elif name == "null":
+        yield "NAME=null: recipe=null means no recipe; choose another name"
     elif file.exists():
         yield f"{file} exists already; choose another name, or edit it"
 

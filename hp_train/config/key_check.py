@@ -7,6 +7,7 @@ from typing import Any
 
 from hp_train.config.faults import Fault
 from hp_train.config.near_match import did_you_mean, nearest_key
+from hp_train.config.numbers import scalar
 from hp_train.config.schema_tree import GROUPS, LEAVES, OPTIONAL_SECTIONS, SECTIONS, misfit, spell
 
 
@@ -39,15 +40,20 @@ def unknown_key(key: str, place: str = "") -> Fault:
 
 
 def _check_leaf(key: str, value: Any, place: str) -> Iterator[Fault]:
-    if is_interpolation(value):
-        return  # its value is looked at once the whole config is there
     leaf = LEAVES[key]
+    if is_interpolation(value):  # its value is looked at once the whole config is there
+        if not _can_be_resolved(value):
+            yield Fault(
+                f"{place}{key}={spell(value)} cannot be read: ${{GROUP.KEY}} is the value of another key", (key,)
+            )
+        return
     if value == "???":
         yield Fault(f"{place}{key} has no value (???); it takes {leaf.expects()}{leaf.choices()}", (key,))
         return
     fault = misfit(leaf, value)
     if fault is not None:
-        shown = "" if fault == "is empty" else f"={spell(value)}"
+        is_quoted = isinstance(value, str) and scalar(value) != value  # a text of digits must not look like the number
+        shown = "" if fault == "is empty" else f"='{value}'" if is_quoted else f"={spell(value)}"
         needs = f"; it takes {leaf.expects()}" if fault == "is empty" else ""
         yield Fault(f"{place}{key}{shown} {fault}{needs}{leaf.choices()}", (key,))
 
@@ -73,3 +79,15 @@ def is_interpolation(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(is_interpolation, value))
     return isinstance(value, str) and "${" in value
+
+
+def _can_be_resolved(value: Any) -> bool:
+    """Say whether OmegaConf's grammar reads the references in a value."""
+    from omegaconf import OmegaConf  # slow to import, and seldom needed
+    from omegaconf.errors import GrammarParseError
+
+    try:
+        OmegaConf.create([value])
+    except GrammarParseError:
+        return False
+    return True

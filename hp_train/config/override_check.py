@@ -6,6 +6,7 @@ fault are told and left out, so that the rest can still be composed and checked:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +16,13 @@ from hp_train.config.argument import Argument, Unreadable, read_argument
 from hp_train.config.faults import EVERYTHING, Fault
 from hp_train.config.key_check import a_key_of, check_value, is_interpolation
 from hp_train.config.near_match import did_you_mean, nearest
-from hp_train.config.schema_tree import GROUPS, LEAVES, OPTIONAL_SECTIONS, SECTIONS, spell
+from hp_train.config.numbers import scalar
+from hp_train.config.schema_tree import GROUPS, LEAVES, OPTIONAL_SECTIONS, SECTIONS, entry_of, spell
 from hp_train.config.search_path import RECIPE_GROUP, SearchPath, is_path
 from hp_train.config.typed_value import unquoted
 from hp_train.config.yaml_check import FileCheck, check_files, unknown_option
 
+_NAME = re.compile(r"[A-Za-z0-9_/.+@-]+(?: +[A-Za-z0-9_/.+@-]+)*")
 _HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.verbose")
 
 
@@ -135,8 +138,8 @@ def _read(typed: str, request: Request, multirun: bool) -> Argument | None:
         return None
     try:
         return read_argument(typed, multirun=multirun)
-    except Unreadable:
-        text = f"argument {typed} cannot be read: a bracket or a quote does not close"
+    except Unreadable as error:
+        text = f"argument {typed} cannot be read: {error}"
         request.faults.append(Fault(text, (key.strip("+ "),)))
         return None
 
@@ -146,6 +149,8 @@ def _deletion(argument: str) -> Fault:
     if key in SECTIONS or key == RECIPE_GROUP:
         text = f"{argument}: group {key} cannot be deleted; choose one of its options or set its keys"
         return Fault(text, (f"{key}.",))
+    if (entry := entry_of(key)) is not None:
+        return Fault(f"{argument}: an entry cannot be deleted; give {entry[0].key} whole", (entry[0].key,))
     if key in LEAVES:
         return Fault(f"{argument}: a key cannot be deleted; give {key} a value", (key,))
     return Fault(f"{argument}: nothing can be deleted from the config, and it has no key {key}")
@@ -168,6 +173,17 @@ def _check(argument: Argument, path: SearchPath, multirun: bool) -> Iterator[Fau
         yield from dict.fromkeys(_check_sweep(argument, path))
     else:
         yield from dict.fromkeys(fault for value in argument.values for fault in _check_single(key, value, path))
+        if key in LEAVES and LEAVES[key].is_mapping:
+            yield from _check_names(argument)
+
+
+def _check_names(argument: Argument) -> Iterator[Fault]:
+    """Refuse names of a mapping that Hydra's grammar takes for something else, or for nothing."""
+    for value in argument.values:
+        for name in value if isinstance(value, dict) else ():
+            if not _NAME.fullmatch(name) or not isinstance(scalar(name.lower()), str):
+                what = "is made of a-z, A-Z, 0-9, _ - + . / @ and spaces inside, and is no number, truth value or null"
+                yield Fault(f"{argument.typed}: a name typed in {argument.key} {what}, unlike {name}", (argument.key,))
 
 
 def _check_sweep(argument: Argument, path: SearchPath) -> Iterator[Fault]:

@@ -19,7 +19,10 @@ _OPEN, _CLOSE = "[{(", "]})"
 
 
 class Unreadable(ValueError):
-    """A text with a bracket or quote that does not close."""
+    """A text that is no value of any kind; it says why."""
+
+    def __init__(self, why: str = "a bracket or a quote does not close") -> None:
+        super().__init__(why)
 
 
 def read_value(key: str, text: str) -> Any:
@@ -84,17 +87,20 @@ def typed_text(text: str) -> str:
     return quoted(text) if text == "null" or unquoted(text) is not None else text
 
 
-def split_top(text: str, separator: str = ",") -> list[str]:
-    """Return the parts of `text` between separators that no bracket and no quoted part encloses. Raises Unreadable."""
+def split_top(text: str, separator: str = ",", *, opening: str = "") -> list[str]:
+    """Return the parts of `text` between separators that no bracket and no quoted part encloses. Raises Unreadable.
+
+    opening: the bracket that `text` was taken out of; within braces a quoted part may follow a colon too.
+    """
     parts, start, depth, quote = [], 0, [], ""
     for place, character in enumerate(text):
         if quote:
             quote = "" if character == quote else quote
-        elif character in "'\"" and not text[start:place].strip(" [{("):
+        elif character in "'\"" and _begins_item(text[start:place], depth[-1] if depth else opening):
             quote = character
         elif character in _OPEN:
-            depth.append(_CLOSE[_OPEN.index(character)])
-        elif character in _CLOSE and (not depth or depth.pop() != character):
+            depth.append(character)
+        elif character in _CLOSE and (not depth or _OPEN.index(depth.pop()) != _CLOSE.index(character)):
             raise Unreadable
         elif character == separator and not depth:
             parts.append(text[start:place])
@@ -102,6 +108,12 @@ def split_top(text: str, separator: str = ",") -> list[str]:
     if depth or quote:
         raise Unreadable
     return [*parts, text[start:]]
+
+
+def _begins_item(before: str, bracket: str) -> bool:
+    """Say whether an item begins after `before`, within `bracket` (empty for none)."""
+    last = before.rstrip()[-1:]
+    return not last or last in _OPEN or (last == "," and bracket != "") or (last == ":" and bracket == "{")
 
 
 def _as_typed(text: str) -> str | None:
@@ -147,9 +159,9 @@ def _entries(word: str) -> Iterator[tuple[str, Any]]:
 
 def _raw_entries(word: str) -> Iterator[tuple[str, str]]:
     for item in _items(word, "}"):
-        name, *rest = split_top(item, ":")
+        name, *rest = split_top(item, ":", opening="{")
         if not rest or not name.strip():
-            raise Unreadable
+            raise Unreadable("an entry of a mapping is name: value")
         inside = unquoted(name.strip())
         yield name.strip() if inside is None else inside, ":".join(rest).strip()
 
@@ -158,4 +170,4 @@ def _items(word: str, end: str) -> list[str]:
     if len(word) < 2 or word[-1] != end:
         raise Unreadable
     inside = word[1:-1]
-    return split_top(inside) if inside.strip() else []
+    return split_top(inside, opening=_OPEN[_CLOSE.index(end)]) if inside.strip() else []

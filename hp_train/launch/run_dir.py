@@ -24,6 +24,7 @@ from hp_train.launch.owner import living_owner
 _RUN_MARKS = ("config.yaml", "owner.json", "outcome.json", "metrics.jsonl", "checkpoints", "logs")
 
 _NO_NEED = DiskNeed(0, 0)
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095 - 512  # bytes; the files of a run need the rest of what Linux takes
 
 
 def choose_run_dir(config: TrainerConfig, recipe: str) -> Path:
@@ -50,12 +51,17 @@ def check_run_dir(config: TrainerConfig, need: DiskNeed = _NO_NEED) -> list[str]
     name = config.trainer.run_name
     if name is not None and (name != Path(name).name or name in ("", ".", "..")):
         faults.append(f"trainer.run_name={name} must be the name of a folder, without `/`")
+    elif name is not None and _is_too_long(Path(name)):
+        faults.append(f"trainer.run_name={name} is too long; a folder's name takes {_LONGEST_NAME} bytes")
     if config.trainer.run_dir is not None:
         path, key = choose_run_dir(config, ""), f"trainer.run_dir={config.trainer.run_dir}"
-        faults.extend(_occupied(path, key))
     else:
         path = runs_root(config)
         key = f"trainer.runs_root={path}" if config.trainer.runs_root else f"folder of runs {path}"
+    if _is_too_long(path):
+        return [*faults, f"{key} cannot be made: a folder's name takes {_LONGEST_NAME} bytes, a path {_LONGEST_PATH}"]
+    if config.trainer.run_dir is not None:
+        faults.extend(_occupied(path, key))
     return faults + _unfit(path, key, need)
 
 
@@ -106,6 +112,10 @@ def _standing(path: Path) -> Path:
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     return path
+
+
+def _is_too_long(path: Path) -> bool:
+    return len(os.fsencode(path)) > _LONGEST_PATH or any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts)
 
 
 def _unfit(path: Path, key: str, need: DiskNeed) -> list[str]:

@@ -44,6 +44,8 @@ def test_yaml_keeps_truth_and_null() -> None:
         ("pp.layer_split", "1e1-2", [10, 2]), ("pp.layer_split", "-1-2", "-1-2"), ("pp.layer_split", "[]", []),
         ("optimizer.betas", "0.9-0.95", [0.9, 0.95]), ("optimizer.betas", "9e-1-0.95", [0.9, 0.95]),
         ("model.rope_scaling", "{factor: 4, low_freq_factor:1}", {"factor": 4, "low_freq_factor": 1}),
+        ("data.sources", "{a: '~/x, y}', b c: ~/z}", {"a": "~/x, y}", "b c": "~/z"}),
+        ("data.sources", '{a: it\'s, b: "{"}', {"a": "it's", "b": "{"}),
         ("trainer.run_name", "null", None), ("trainer.run_name", "'null'", "null"), ("trainer.run_name", "2024", "2024"),
         ("trainer.run_name", "'it''s'", "'it''s'"), ("trainer.run_name", "'a' or 'b'", "'a' or 'b'"),
     ],
