@@ -11,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from hp_train.errors import ConfigError
+from hp_train.launch.capsule import recorded_plugins
 from hp_train.launch.find_run import find_run
+from hp_train.plugins import load_recorded
 
 USAGE = "hp-train rerun RUN_DIR [key=value ...]"
 
@@ -33,9 +35,11 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if "=" in args.run_dir and not Path(args.run_dir).expanduser().exists():
         raise ConfigError(f"rerun needs a run directory before {args.run_dir}: {USAGE}")
     run_dir = find_run(args.run_dir)
+    notes = load_recorded(recorded_plugins(run_dir / "config.yaml"))
     named = any(_key(override) == "trainer.run_dir" for override in args.overrides)
     job = changed(run_dir, args.overrides if named else [*args.overrides, "trainer.run_dir=null"], args.config_dir)
-    return start([replace(job, overrides=tuple(_all_overrides(run_dir, args.overrides)))], argv)
+    overrides = tuple(_all_overrides(run_dir, args.overrides))
+    return start([replace(job, overrides=overrides, notes=(*notes, *job.notes))], argv)
 
 
 def _all_overrides(run_dir: Path, typed: list[str]) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -17,7 +18,9 @@ def newest_config(run_dir: Path) -> TrainerConfig:
     attempts = sorted(run_dir.glob("config.attempt_*.yaml"), key=lambda path: int(path.stem.rpartition("_")[2]))
     path = attempts[-1] if attempts else run_dir / "config.yaml"
     try:
-        tree = OmegaConf.merge(OmegaConf.structured(TrainerConfig), OmegaConf.load(path))
+        written = OmegaConf.load(path)
+        _leave_out_plugins(written)
+        tree = OmegaConf.merge(OmegaConf.structured(TrainerConfig), written)
         config = OmegaConf.to_object(tree)
     except (OSError, OmegaConfBaseException, YAMLError, ValueError, TypeError) as error:
         raise ConfigError(f"{path} cannot be used: {' '.join(str(error).split())}") from error
@@ -27,3 +30,12 @@ def newest_config(run_dir: Path) -> TrainerConfig:
             f"run {run_dir} trains model.name={config.model.name}, not a Llama; only those can be used here"
         )
     return config
+
+
+def _leave_out_plugins(written: DictConfig) -> None:
+    """Take the settings of plugins away: what is read here is our own, and needs none of their code."""
+    for section in dataclasses.fields(TrainerConfig):
+        known = {field.name for field in dataclasses.fields(section.default_factory)}
+        for name in [name for name in written[section.name] if name not in known]:
+            if OmegaConf.is_dict(written[section.name][name]):
+                del written[section.name][name]

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from hp_train import plugins, registry
 from hp_train.checkpoint.size import checkpoint_bytes
-from hp_train.commands import explain
+from hp_train.commands import explain, rerun
 from hp_train.config import schema_tree
 from hp_train.config.compose import compose, examine
 from hp_train.config.help_text import field_documents
@@ -24,6 +24,7 @@ from hp_train.launch.capsule import recorded_plugins
 from hp_train.launch.start import _to_yaml
 from hp_train.launch.worker import load_config
 from hp_train.models.shapes import num_parameters, parameter_shapes
+from hp_train.pretrained.run_config import newest_config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.same_numbers import SGD, TINY, Numbers, differences, run_one
 
@@ -125,6 +126,27 @@ def test_keys_of_plugins_are_typed(loaded: None, tmp_path: Path, monkeypatch: py
     assert field_documents()["model.gated_conv.kernel_size"].startswith("Tokens that one layer sees.")
     explain.run(argparse.Namespace(words=["model=mine", "model.gated_conv.kernel_size"], config_dir=None))
     assert "configs/model/mine.yaml:3" in capsys.readouterr().out
+
+
+def test_a_run_with_plugins_is_repeated_and_a_llama_of_it_read(tmp_path: Path, monkeypatch, loaded: None) -> None:
+    def write(*values: str) -> None:
+        config = _to_yaml(compose([*values, "optimizer.name=sign_sgd", "trainer.device=cpu"]).config)
+        (tmp_path / "config.yaml").write_text(config)
+        (tmp_path / "capsule.json").write_text(json.dumps({"plugins": records}))
+        (tmp_path / "overrides.yaml").write_text(f"recipe: ''\noverrides: {json.dumps(values)}\n")
+
+    records, started = plugins.records(), []
+    monkeypatch.setattr("hp_train.commands.train.run", lambda jobs, argv: started.extend(jobs))
+    write("model.gated_conv.kernel_size=7")
+    forget()
+    assert newest_config(tmp_path).model.name == "llama", "needs no code of the plugin"
+    plugins.load_recorded(records)
+    write("model.name=gated_conv", "model.gated_conv.kernel_size=7")
+    forget()
+    with pytest.raises(ConfigError, match="model.name=gated_conv, not a Llama"):
+        newest_config(tmp_path)
+    rerun.run(argparse.Namespace(run_dir=str(tmp_path), overrides=["trainer.seed=1"], config_dir=None), [])
+    assert (started[0].config.model.gated_conv.kernel_size, started[0].config.trainer.seed) == (7, 1)
 
 
 def test_a_changed_file_is_told_and_without_plugins_the_names_are_gone(tmp_path: Path, monkeypatch) -> None:
