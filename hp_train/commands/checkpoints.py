@@ -44,9 +44,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"no checkpoints in {folder}")
         return int(ExitCode.DONE)
     _print_table(records, args.verify or args.prune)
-    if args.prune:
+    if args.prune and any(record.fault is None for record in records):
         _prune(folder, records, _settings(run_dir))
         return int(ExitCode.DONE)
+    if args.prune:
+        print("none of them holds: nothing is deleted, for one may still be mended by hand")
     damaged = [record for record in records if record.fault is not None and not record.is_unfinished]
     return int(ExitCode.FAILED if damaged else ExitCode.DONE)
 
@@ -86,9 +88,7 @@ def _prune(folder: Path, records: list[CheckpointRecord], settings: CheckpointSe
 def _superfluous(
     records: list[CheckpointRecord], settings: CheckpointSection
 ) -> Iterator[tuple[CheckpointRecord, str]]:
-    """Yield what goes and why. While nothing holds, nothing goes: a damaged checkpoint may still be mended by hand."""
-    if all(record.fault is not None for record in records):
-        return
+    """Yield what goes and why."""
     kept = 0
     for record in records:
         if record.is_unfinished:

@@ -76,6 +76,7 @@ def _lines(config: TrainerConfig) -> Iterator[str]:
     """What goes into the script as one word or line must be one."""
     launcher = config.launcher
     values = [(f"launcher.{name}", getattr(launcher, name)) for name in _TEXTS]
+    values.append(("trainer.run_name", config.trainer.run_name))  # the job's name
     values += [(f"launcher.{name}", item) for name in _LISTS for item in getattr(launcher, name)]
     for key, value in values:
         if value is not None and _CONTROL.search(value) and not key.endswith(".env"):
@@ -122,7 +123,7 @@ def _processes(config: TrainerConfig) -> Iterator[str]:
 RULES = (
     Rule(("launcher.name", "launcher.time", "launcher.signal_lead"), _times),
     Rule(("launcher.array",), _array),
-    Rule(tuple(f"launcher.{name}" for name in (*_TEXTS, *_LISTS)), _lines),
+    Rule(tuple(f"launcher.{name}" for name in (*_TEXTS, *_LISTS)) + ("trainer.run_name",), _lines),
     Rule(_CONTAINER_KEYS, _container),
     Rule((*SIZE_KEYS, "launcher.name", "launcher.nproc_per_node", "launcher.nodes"), _processes),
 )

@@ -19,7 +19,7 @@ from hp_train.launch.failures import (
 )
 from hp_train.launch.feed import Feed
 from hp_train.launch.hang import Standing, hang_failure
-from hp_train.launch.history import LineTail, parse_row, read_facts
+from hp_train.launch.history import read_facts, read_rows
 from hp_train.launch.memory_kills import count_memory_kills
 from hp_train.launch.outcome import Cause, Outcome, read_outcome
 from hp_train.launch.run_dir import attempt_dir
@@ -119,8 +119,8 @@ class AttemptRecord:
         return dataclasses.replace(outcome, **more)
 
     def _last_step(self) -> int:
-        lines = LineTail(self.run_dir / "metrics.jsonl").poll()
-        return parse_row(lines[-1]).step if lines else 0
+        rows = read_rows(self.run_dir / "metrics.jsonl")
+        return rows[-1].step if rows else 0
 
 
 def committed_step(run_dir: Path) -> int:

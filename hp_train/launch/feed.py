@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol, Self
 
-from hp_train.launch.history import History, LineTail, parse_row, read_facts
+from hp_train.launch.history import History, LineTail, read_facts, rows_of
 from hp_train.launch.run_dir import attempt_dir, rank_dir
 
 _POLL_S = 0.1
@@ -118,8 +118,7 @@ class Feed:
             elif self._attempt > 1:
                 self._display.line("no valid checkpoint to go on from: starting again at step 0")
         seen = self.history.facts.first_step - 1 if self.history.last is None else self.history.last.step
-        for line in self._metrics.poll():
-            row = parse_row(line)
+        for row in rows_of(self._metrics.poll()):
             if row.step > seen:  # earlier ones are another attempt's
                 self.history.add(row)
                 self._display.step(self.history)

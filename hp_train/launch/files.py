@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from hp_train.errors import ConfigError
+
 
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text` in one step; a crash leaves the old file or the new one."""
@@ -28,8 +30,18 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in `path`, or None if there is no such file. A file that is not JSON raises ValueError."""
+    """Return the JSON object in `path`, or None if there is no such file. Raises ConfigError where it holds none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except ValueError as error:  # no JSON, or no text
+        raise damaged(path, str(error)) from None
+    if not isinstance(found, dict):
+        raise damaged(path, f"it holds a {type(found).__name__}, no object")
+    return found
+
+
+def damaged(path: Path, why: str) -> ConfigError:
+    """Return the error to raise for a file of ours that somebody else, or a broken disk, has changed."""
+    return ConfigError(f"{path} is damaged: {' '.join(why.split())}; restore or remove it")

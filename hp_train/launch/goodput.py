@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hp_train.checkpoint.fence import newest_attempt
-from hp_train.launch.history import LineTail, StepRow, parse_row, read_facts
+from hp_train.launch.history import LineTail, StepRow, read_facts, read_rows
 from hp_train.launch.outcome import Outcome, read_outcome
 from hp_train.launch.run_dir import attempt_dir
 
@@ -43,7 +43,7 @@ class Goodput:
 
 def goodput(run_dir: Path, now: float) -> Goodput:
     """Return the goodput of the run in `run_dir`; an attempt that runs at `now` (epoch seconds) counts so far."""
-    rows = [parse_row(line) for line in LineTail(run_dir / "metrics.jsonl").poll()]
+    rows = read_rows(run_dir / "metrics.jsonl")
     last = newest_attempt(run_dir)
     spans = [_span(run_dir, attempt, attempt == last, now) for attempt in range(1, last + 1)]
     firsts = [

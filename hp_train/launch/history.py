@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from hp_train.launch.files import read_json
+from hp_train.launch.files import damaged, read_json
 
 WINDOW = 50  # steps over which times are averaged for the estimate of the end
 
@@ -71,10 +72,30 @@ def parse_row(line: str) -> StepRow:
     return _pick(StepRow, json.loads(line))
 
 
+def read_rows(path: Path) -> list[StepRow]:
+    """Return the rows of a metrics.jsonl so far."""
+    return rows_of(LineTail(path).poll())
+
+
+def rows_of(lines: Iterable[str]) -> list[StepRow]:
+    """Return the rows that `lines` hold; a line that a crash tore, or a disk damaged, is none."""
+    rows = []
+    for line in lines:
+        try:
+            rows.append(parse_row(line))
+        except (ValueError, TypeError, AttributeError):
+            continue
+    return rows
+
+
 def read_facts(attempt_dir: Path) -> AttemptFacts | None:
     """Return attempt.json of an attempt, None before rank 0 has written it."""
-    found = read_json(attempt_dir / "attempt.json")
-    return None if found is None else _pick(AttemptFacts, found)
+    path = attempt_dir / "attempt.json"
+    found = read_json(path)
+    try:
+        return None if found is None else _pick(AttemptFacts, found)
+    except TypeError as error:
+        raise damaged(path, str(error)) from None
 
 
 @dataclass(slots=True)

@@ -15,7 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from hp_train.launch.files import read_json, write_json
+from hp_train.errors import ConfigError
+from hp_train.launch.files import damaged, read_json, write_json
 from hp_train.launch.run_dir import attempt_dir
 
 OUTCOME_FILE = "outcome.json"
@@ -91,7 +92,12 @@ def write_outcome(run_dir: Path, outcome: Outcome) -> None:
 def read_outcome(run_dir: Path, attempt: int | None = None) -> Outcome | None:
     """Return how the last attempt (or exactly `attempt`) ended; None if it left no word."""
     folder = run_dir if attempt is None else attempt_dir(run_dir, attempt)
-    return _decode(read_json(folder / OUTCOME_FILE))
+    try:
+        return _decode(read_json(folder / OUTCOME_FILE))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise damaged(folder / OUTCOME_FILE, str(error)) from None
 
 
 def read_outcomes(run_dir: Path) -> tuple[Outcome, ...]:

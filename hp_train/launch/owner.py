@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hp_train.checkpoint.fence import OWNER_FILE, Fence, newest_attempt
 from hp_train.errors import ConfigError, SupersededError
-from hp_train.launch.files import read_json, write_json
+from hp_train.launch.files import damaged, read_json, write_json
 
 HEARTBEAT_S = 15.0
 STALE_AFTER_S = 60.0
@@ -101,8 +101,11 @@ def living_owner(run_dir: Path) -> Owner | None:
     if found is None:
         return None
     known = {field.name for field in fields(Owner)}
-    owner = Owner(**{name: value for name, value in found.items() if name in known})
-    return owner if owner.lives() else None
+    try:
+        owner = Owner(**{name: value for name, value in found.items() if name in known})
+        return owner if owner.lives() else None
+    except TypeError as error:
+        raise damaged(run_dir / OWNER_FILE, str(error)) from None
 
 
 class Ownership:
@@ -162,7 +165,7 @@ def own(run_dir: Path) -> Iterator[Ownership]:
     finally:
         stop.set()
         beat.join()
-        with contextlib.suppress(OSError):  # a lost or read-only directory: the heartbeat grows old by itself
+        with contextlib.suppress(OSError, ConfigError):  # lost, read-only or damaged: the heartbeat grows old by itself
             ownership.release()
 
 

@@ -12,8 +12,9 @@ import yaml
 from hp_train.checkpoint.fence import newest_attempt
 from hp_train.checkpoint.layout import newest_committed
 from hp_train.launch import units
+from hp_train.launch.files import damaged
 from hp_train.launch.goodput import goodput
-from hp_train.launch.history import WINDOW, History, LineTail, parse_row, read_facts
+from hp_train.launch.history import WINDOW, History, read_facts, read_rows
 from hp_train.launch.outcome import Outcome, read_outcome
 from hp_train.launch.owner import living_owner
 from hp_train.launch.plain_log import mean, speed_text
@@ -91,7 +92,7 @@ def _clock(seconds: float | None) -> str:
 def _progress(run_dir: Path) -> str:
     """Return e.g. `step 40/200 (20 %), eta 3m, 12.1k tok/s`; empty before the first step."""
     facts = read_facts(attempt_dir(run_dir, newest_attempt(run_dir)))
-    rows = [parse_row(line) for line in LineTail(run_dir / "metrics.jsonl").poll()]
+    rows = read_rows(run_dir / "metrics.jsonl")
     if not rows:
         return ""
     if facts is None:
@@ -118,5 +119,8 @@ def _last_checkpoint(run_dir: Path, now: float) -> str:
 
 
 def _global_batch_size(run_dir: Path) -> int:
-    config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    return int(config["trainer"]["global_batch_size"])
+    path = run_dir / "config.yaml"
+    try:
+        return int(yaml.safe_load(path.read_text(encoding="utf-8"))["trainer"]["global_batch_size"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise damaged(path, str(error)) from None

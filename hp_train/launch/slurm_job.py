@@ -20,7 +20,7 @@ from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ConfigError, ExitCode, HpTrainError
 from hp_train.launch.devices import ProcessPlan, plan_node
 from hp_train.launch.files import write_text
-from hp_train.launch.history import LineTail, parse_row
+from hp_train.launch.history import LineTail, rows_of
 from hp_train.launch.slurm_end import ATTEMPT_FILE, REFUSED_FILE
 from hp_train.launch.snapshot import HASH_FILE, code_hash
 from hp_train.launch.worker import load_config
@@ -131,7 +131,7 @@ def _stop_before_the_limit(run_dir: Path) -> None:
         steps = LineTail(run_dir / "metrics.jsonl")
         step_s = 0.0
         while time.time() < end - slowest_save_s(run_dir / "checkpoints") - step_s - _SAFETY_S:
-            step_s = max([step_s, *(parse_row(line).step_time_s or 0.0 for line in steps.poll())])
+            step_s = max([step_s, *(row.step_time_s or 0.0 for row in rows_of(steps.poll()))])
             time.sleep(_CLOCK_POLL_S)
         os.kill(os.getpid(), signal.SIGUSR1)
 

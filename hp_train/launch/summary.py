@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from hp_train.config.schema import TrainerConfig
-from hp_train.launch.history import AttemptFacts, LineTail, StepRow, parse_row, read_facts
+from hp_train.launch.history import AttemptFacts, StepRow, read_facts, read_rows
 from hp_train.launch.outcome import Cause, Outcome
 from hp_train.launch.plain_log import mean, speed_text
 from hp_train.launch.run_dir import attempt_dir
@@ -14,7 +14,7 @@ from hp_train.launch.run_dir import attempt_dir
 
 def summarize(run_dir: Path, config: TrainerConfig, outcome: Outcome) -> list[str]:
     """Return the lines of the summary of a run that `outcome` ended."""
-    rows = [parse_row(line) for line in LineTail(run_dir / "metrics.jsonl").poll()]
+    rows = read_rows(run_dir / "metrics.jsonl")
     facts = read_facts(attempt_dir(run_dir, outcome.attempt))
     lines = [f"{_headline(outcome)}: {run_dir}"]
     if rows and config.data.name != "random":
@@ -29,7 +29,9 @@ def summarize(run_dir: Path, config: TrainerConfig, outcome: Outcome) -> list[st
 def continue_command(run_dir: Path, config: TrainerConfig, outcome: Outcome) -> str:
     """Return the command that goes on from here: to more steps when all are done, else just on."""
     command = f"hp-train resume {shlex.quote(str(run_dir))}"
-    return f"{command} trainer.max_steps={2 * config.trainer.max_steps}" if outcome.cause is Cause.DONE else command
+    if outcome.cause is not Cause.DONE:
+        return command
+    return f"{command} trainer.max_steps={2 * max(config.trainer.max_steps, outcome.step)}"
 
 
 def _headline(outcome: Outcome) -> str:

@@ -24,7 +24,7 @@ from hp_train.launch import lifeline
 from hp_train.launch.capsule import recorded_plugins
 from hp_train.launch.devices import mesh_sizes
 from hp_train.launch.failures import FAILED_MARK, Failure, record_failure
-from hp_train.launch.files import read_json, write_json
+from hp_train.launch.files import damaged, read_json, write_json
 from hp_train.launch.flight import collective_in_flight
 from hp_train.launch.lifeline import SHOW_STACKS
 from hp_train.launch.out_of_memory import advise, is_out_of_memory, measure
@@ -84,6 +84,8 @@ def _tell_standing(context: RunContext) -> None:
 def load_config(path: Path) -> TrainerConfig:
     """Return the config that the launcher wrote."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     from hp_train.config.schema_tree import config_class
     from hp_train.config.yaml_text import read
@@ -91,7 +93,10 @@ def load_config(path: Path) -> TrainerConfig:
 
     for line in load_recorded(recorded_plugins(path)):
         print(f"hp-train: warning: {line}", file=sys.stderr)
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config_class()), read(path.read_text())))
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config_class()), read(path.read_text())))
+    except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:
+        raise damaged(path, str(error)) from error
     assert isinstance(config, TrainerConfig)
     return config
 

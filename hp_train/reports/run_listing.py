@@ -76,7 +76,8 @@ def _state(run_dir: Path, last: StepRow | None) -> str:
         outcome = read_outcome(run_dir)
     except (ValueError, TypeError, OSError):
         return "unreadable"
-    if outcome is not None:
+    newest = max(attempts_of(run_dir), default=0)
+    if outcome is not None and outcome.attempt >= newest:
         return outcome.cause.value
     return "lost" if (run_dir / "logs").is_dir() else "not started"
 

@@ -67,9 +67,9 @@ def test_where_nothing_holds_nothing_is_deleted(run_dir: Path, capsys: pytest.Ca
     for folder in (run_dir / "checkpoints").glob("step_*"):
         (folder / "COMMITTED").unlink(missing_ok=True)
     before = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-    assert run(run_dir, prune=True) == 0
+    assert run(run_dir, prune=True) == 1
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == before
-    assert "nothing to delete" in capsys.readouterr().out
+    assert "nothing is deleted" in capsys.readouterr().out
 
 
 def test_keep_every_survives_the_saves_of_a_run(tmp_path: Path) -> None:

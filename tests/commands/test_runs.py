@@ -62,6 +62,12 @@ def test_runs_are_listed_newest_first_with_where_they_stand(told, tmp_path: Path
     assert cells[4][1:] == ["user_error", "0/60", "-", "-", "7d00h"]
 
 
+def test_a_killed_attempt_after_one_that_ended_is_lost(told, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "a" / "1", falling(60))
+    (run / "logs" / "attempt_2").mkdir()
+    assert told("runs")[1][1].split()[:2] == ["a/1", "lost"]
+
+
 def test_many_runs_are_listed_at_once_and_damage_is_passed_over(told, tmp_path: Path) -> None:
     first = make_run(tmp_path / "runs" / "a" / "0000", falling(2000))
     for number in range(1, 120):

@@ -43,6 +43,7 @@ def test_sound_jobs(settings: dict) -> None:
         ({"array": "0-"}, ("launcher.array=0- is no list of task numbers", "0-7%2")),
         ({"array": "5-3"}, ("launcher.array=5-3 names no task",)),
         ({"array": "0-999999999999"}, ("more than 10000 tasks",)),
+        ({"trainer__run_name": "a\n#SBATCH --uid=0"}, ("trainer.run_name=", "line break")),
         ({"partition": "a\n#SBATCH --uid=0"}, ("launcher.partition=", "line break")),
         ({"extra_lines": ["ulimit -l\nrm -rf /"]}, ("launcher.extra_lines=", "line break")),
         ({"env": ["A B=c"]}, ("'A B=c' is not NAME=VALUE",)),

@@ -123,3 +123,37 @@ def test_nothing_to_cancel_is_one_line(run_dir: Path, monkeypatch) -> None:
     _knows(monkeypatch, Job("4711", "COMPLETED"))
     with pytest.raises(ConfigError, match="is not running"):
         cancel.run(argparse.Namespace(run="4711"))
+
+
+@pytest.mark.parametrize(
+    "name, texts",
+    [
+        ("owner.json", ["", "{x", "[1]", '{"host": 3}']),
+        ("config.yaml", ["", "{x", "[1]", "trainer: {}"]),
+        ("logs/attempt_2/attempt.json", ["", "{x", "[1]", '{"device": 3}']),
+        ("logs/attempt_2/outcome.json", ["", "{x", "[1]", '{"cause": 7, "attempt": 2}', '{"cause": "done"}']),
+    ],
+)
+def test_a_damaged_file_is_named_in_one_line(run_dir: Path, monkeypatch, name: str, texts: list[str]) -> None:
+    _knows(monkeypatch, None)
+    for text in texts:
+        (run_dir / name).write_text(text)
+        with pytest.raises(ConfigError) as refused:
+            status.run(argparse.Namespace(run="abcd"))
+        assert str(refused.value).startswith(f"{run_dir / name} is damaged: ") and "\n" not in str(refused.value)
+
+
+def test_watch_names_a_damaged_config_in_one_line(run_dir: Path) -> None:
+    for text in ("{x", "[1]", "trainer: {max_steps: many}"):
+        (run_dir / "config.yaml").write_text(text)
+        with pytest.raises(ConfigError) as refused:
+            watch.run(argparse.Namespace(run="abcd"))
+        assert "config.yaml is damaged: " in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_damaged_row_counts_as_missing(run_dir: Path, monkeypatch, capsys) -> None:
+    _knows(monkeypatch, None)
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    (run_dir / "metrics.jsonl").write_text("\n".join([*lines[:3], "\0\0", "[1]", *lines[5:]]) + "\n")
+    assert status.run(argparse.Namespace(run="abcd")) == 0
+    assert "64 samples lost" in capsys.readouterr().out
