@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run_dir", metavar="RUN_DIR", help="the run to go on with: its directory, last, or the end of its id"
     )
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="what is to change from now on")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="what is to differ, this time")
     parser.add_argument("--config-dir", metavar="DIR", help="a folder with recipes and options of your own")
 
 

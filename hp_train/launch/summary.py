@@ -6,10 +6,13 @@ import shlex
 from pathlib import Path
 
 from hp_train.config.schema import TrainerConfig
+from hp_train.launch.files import read_json
 from hp_train.launch.history import AttemptFacts, StepRow, read_facts, read_rows
 from hp_train.launch.outcome import Cause, Outcome
 from hp_train.launch.plain_log import mean, speed_text
 from hp_train.launch.run_dir import attempt_dir
+
+_MAX_STEPS = "trainer.max_steps"
 
 
 def summarize(run_dir: Path, config: TrainerConfig, outcome: Outcome) -> list[str]:
@@ -27,11 +30,30 @@ def summarize(run_dir: Path, config: TrainerConfig, outcome: Outcome) -> list[st
 
 
 def continue_command(run_dir: Path, config: TrainerConfig, outcome: Outcome) -> str:
-    """Return the command that goes on from here: to more steps when all are done, else just on."""
-    command = f"hp-train resume {shlex.quote(str(run_dir))}"
-    if outcome.cause is not Cause.DONE:
-        return command
-    return f"{command} trainer.max_steps={2 * max(config.trainer.max_steps, outcome.step)}"
+    """Return the command that goes on from here as this attempt did: to more steps when all are done, else just on."""
+    changes = _changes(run_dir, outcome.attempt)
+    if outcome.cause is Cause.DONE:
+        changes = [change for change in changes if _key(change) != _MAX_STEPS]
+        changes.append(f"{_MAX_STEPS}={2 * max(config.trainer.max_steps, outcome.step)}")
+    return " ".join(["hp-train resume", *map(shlex.quote, [str(run_dir), *changes])])
+
+
+def _changes(run_dir: Path, attempt: int) -> list[str]:
+    """Return what was typed behind `resume` when the launcher of `attempt` was started; it held for that start alone.
+
+    A plain run that went on by trainer.resume typed the whole config, of which the length is what a resume needs.
+    """
+    for number in range(attempt, 1, -1):  # a restart is of the same launcher, which wrote one for its first attempt
+        capsule = read_json(run_dir / f"capsule.attempt_{number}.json")
+        if capsule is not None:
+            typed = [str(override) for override in capsule.get("overrides", [])]
+            is_whole = any(_key(override) == "trainer.resume" for override in typed)
+            return [override for override in typed if _key(override) == _MAX_STEPS] if is_whole else typed
+    return []
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+")
 
 
 def _headline(outcome: Outcome) -> str:
@@ -45,6 +67,8 @@ def _headline(outcome: Outcome) -> str:
             else (f"stopped at step {outcome.step}; saved up to step {saved}")
         )
     word = "diverged" if outcome.cause in (Cause.DIVERGED, Cause.NON_FINITE) else "failed"
+    if outcome.cause is Cause.CANCELLED:
+        word = "ended without saving"
     return f"{word} at step {outcome.step}"
 
 

@@ -19,7 +19,7 @@ from hp_train.launch.history import AttemptFacts, History, LineTail, StepRow
 from hp_train.launch.outcome import Cause, Outcome
 from hp_train.launch.plain_log import PlainLog, format_step
 from hp_train.launch.run_dir import attempt_dir
-from hp_train.launch.summary import summarize
+from hp_train.launch.summary import continue_command, summarize
 from hp_train.launch.view import LiveView, render, sparkline
 
 EIGHT_GPUS = AttemptFacts("cuda", "NVIDIA H100", 80 * 2**30, 8, "pp 2 x dp_shard 4", 8_030_261_248, 1, 2000, 523_240)
@@ -275,3 +275,25 @@ def test_summary(tmp_path: Path, cause: Cause, code: int, command: str) -> None:
     assert lines[1].strip() == "loss 5.500 (step 1) to 4.000 (step 3), validation loss 4.750 (step 2)"
     assert lines[2].strip() == "412k tok/s (51.5k/GPU)"
     assert lines[-1].strip() == f"go on with: {command.format(dir=tmp_path)}"
+
+
+@pytest.mark.parametrize(
+    "typed, cause, words",
+    [
+        (["trainer.max_steps=9", "pp=zbv"], Cause.STOPPED, "trainer.max_steps=9 pp=zbv"),
+        (["trainer.max_steps=9", "pp=zbv"], Cause.DONE, "pp=zbv trainer.max_steps=18"),
+        (["model.name=a b"], Cause.STOPPED, "'model.name=a b'"),
+        (["recipe=x", "trainer.max_steps=9", "trainer.resume=auto"], Cause.STOPPED, "trainer.max_steps=9"),
+        ([], Cause.STOPPED, ""),
+    ],
+)
+def test_the_command_that_goes_on_repeats_what_was_changed(
+    tmp_path: Path, typed: list[str], cause: Cause, words: str
+) -> None:
+    config = TrainerConfig()
+    config.trainer.max_steps = 9
+    (tmp_path / "capsule.attempt_2.json").write_text(json.dumps({"overrides": typed}))
+    (tmp_path / "capsule.attempt_4.json").write_text(json.dumps({"overrides": ["trainer.max_steps=99"]}))
+    command = continue_command(tmp_path, config, Outcome(3, cause, 0, 9))  # 3 is a restart of the launcher of 2
+    assert command == f"hp-train resume {tmp_path} {words}".rstrip()
+    assert continue_command(tmp_path, config, Outcome(1, Cause.STOPPED, 0, 9)) == f"hp-train resume {tmp_path}"
