@@ -7,6 +7,7 @@ may stand where the cursor is; they know nothing of verbs and keys themselves.
 from __future__ import annotations
 
 import argparse
+import sys
 
 from hp_train.errors import ConfigError
 
@@ -83,7 +84,10 @@ def run(args: argparse.Namespace) -> int:
     if args.candidates is not None:
         from hp_train.commands.candidates import candidates, lines
 
-        print(lines(candidates(args.candidates)), end="")
+        words = args.candidates
+        if sys.argv[-1] == "--":  # argparse takes it for the end of the options, and not for one that is being typed
+            words = [*words, "--"]
+        print(lines(candidates(words)), end="")
         return 0
     if args.shell not in SCRIPTS:
         what = f"completion: {args.shell} is no shell with a script" if args.shell else "completion: which shell?"

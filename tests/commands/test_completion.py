@@ -104,13 +104,15 @@ def test_bash_completes_across_the_equals_sign_where_it_breaks_words(here: Path,
     """The function is called as readline calls it; it replaces only what follows the last `=`."""
     asked = r"""
     eval "$(hp-train completion bash)"
-    for COMP_LINE in "hp-train recipe=m" "hp-train res" "hp-train fsdp.dp_mode=" "OMP_NUM_THREADS=1 hp-train fsdp=d"; do
+    for COMP_LINE in "hp-train recipe=m" "hp-train res" "hp-train fsdp.dp_mode=" "OMP_NUM_THREADS=1 hp-train fsdp=d" \
+            "hp-train sample --"; do
         COMP_POINT=${#COMP_LINE}
         _hp_train 2> /dev/null  # compopt complains outside of a completion
         echo "${COMPREPLY[@]}" /
     done"""
     found = " ".join(_ask(["bash", "--norc", "-c", asked], command, here)).split(" /")
     assert [set(words.split()) for words in found[:4]] == [{"mine"}, {"resume"}, {"ddp", "fsdp", "hsdp"}, {"ddp"}]
+    assert {"--prompt", "--seed"} <= set(found[4].split())
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
