@@ -17,6 +17,8 @@ from hp_train.plugins import load_recorded
 
 USAGE = "hp-train rerun RUN_DIR [key=value ...]"
 
+_OF_THE_OLD_RUN = {"trainer.run_dir": "null", "trainer.resume": "never"}  # where it was, and that it went on there
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
@@ -36,8 +38,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise ConfigError(f"rerun needs a run directory before {args.run_dir}: {USAGE}")
     run_dir = find_run(args.run_dir)
     notes = load_recorded(recorded_plugins(run_dir / "config.yaml"))
-    named = any(_key(override) == "trainer.run_dir" for override in args.overrides)
-    job = changed(run_dir, args.overrides if named else [*args.overrides, "trainer.run_dir=null"], args.config_dir)
+    typed = {_key(override) for override in args.overrides}
+    anew = [f"{key}={value}" for key, value in _OF_THE_OLD_RUN.items() if key not in typed]
+    job = changed(run_dir, [*args.overrides, *anew], args.config_dir)
     overrides = tuple(_all_overrides(run_dir, args.overrides))
     return start([replace(job, overrides=overrides, notes=(*notes, *job.notes))], argv)
 
@@ -48,7 +51,7 @@ def _all_overrides(run_dir: Path, typed: list[str]) -> list[str]:
     from hp_train.config.paths import still_pinned
 
     _, first, pins = started_with(run_dir / "overrides.yaml")
-    anew = {_key(override) for override in typed} | {"trainer.run_dir"}
+    anew = {_key(override) for override in typed} | set(_OF_THE_OLD_RUN)
     kept = [override for override in [*first, *still_pinned(pins, typed)] if _key(override) not in anew]
     return [*kept, *typed]
 

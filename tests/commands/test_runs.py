@@ -139,11 +139,13 @@ def test_compare_tells_settings_and_where_losses_part(told, tmp_path: Path) -> N
 def test_rerun_starts_anew_from_the_old_config(told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(train_command, "start_run", lambda config, **more: calls.append((config, more)) or 0)
-    make_run(tmp_path / "runs" / "old", falling(3), trainer={"seed": 7, "max_steps": 3, "run_dir": "runs/old"})
+    old = {"seed": 7, "max_steps": 3, "run_dir": "runs/old", "resume": "must"}
+    make_run(tmp_path / "runs" / "old", falling(3), trainer=old)
     assert told("rerun", "old", "trainer.max_steps=5")[0] == 0
     assert told("rerun", "old", "optimizer=sgd", "trainer.run_dir=new")[0] == 0
     (plain, more), (grouped, _) = calls
     assert (plain.trainer.seed, plain.trainer.max_steps, plain.trainer.run_dir) == (7, 5, None)
+    assert plain.trainer.resume == grouped.trainer.resume == "never"
     assert compose(more["overrides"]).config == plain, "what is recorded composes the same again"
     assert (grouped.trainer.seed, grouped.optimizer.name, grouped.trainer.run_dir) == (7, "sgd", "new")
 
