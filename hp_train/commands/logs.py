@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the logs. Raises ConfigError where there are none."""
     run_dir = find_run_or_job(args.run)
-    attempt = args.attempt or newest_attempt(run_dir)
+    attempt = newest_attempt(run_dir) if args.attempt is None else args.attempt
     rank = _failed_rank(run_dir, attempt) if args.failed else args.rank
     tails = _launcher_logs(run_dir) if rank is None and args.attempt is None else {}
     tails |= _rank_logs(run_dir, attempt, rank)

@@ -112,6 +112,13 @@ def test_logs_are_prefixed_by_rank_unless_one_is_asked_for(run_dir: Path, monkey
         logs.run(_logs(rank=7))
 
 
+def test_logs_of_an_attempt_that_never_was_is_one_line(run_dir: Path, monkeypatch) -> None:
+    _knows(monkeypatch, None)
+    for attempt in (0, 3):
+        with pytest.raises(ConfigError, match=f"has no logs of attempt {attempt}$"):
+            logs.run(argparse.Namespace(run="abcd", rank=None, failed=False, attempt=attempt, follow=False))
+
+
 def test_watch_shows_a_run_that_is_over_and_ends(run_dir: Path, monkeypatch, capsys) -> None:
     _knows(monkeypatch, None)
     assert watch.run(argparse.Namespace(run=str(run_dir))) == 0
