@@ -1,5 +1,5 @@
 # make demo   train a small Llama on Shakespeare, four processes, CPU or GPUs
-# make test   the test suite; make test-slurm what needs a SLURM cluster, which it starts on this machine
+# make test   the test suite; make test-long what takes minutes more; make test-slurm what needs a SLURM cluster, which it starts on this machine
 # make test-pretrained   real weights (SmolLM2-135M, 93 MB) in, trained on, and out again; some 15 minutes on 2 cores
 # PY=python3.12 picks another interpreter; TORCH_INDEX=URL takes torch from another package index, such as that of CPU
 # builds (https://download.pytorch.org/whl/cpu). What is installed stays: a second call installs nothing.
@@ -12,12 +12,15 @@ TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slurm test-pretrained install clean
+.PHONY: demo test test-long test-slurm test-pretrained install clean
 
 install: $(STAMP)-run
 # Three workers for two cores: much of the time a worker waits for the processes that it started.
 test: $(STAMP)-dev
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slurm" --durations=20
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slurm and not long" --durations=20
+
+test-long: $(STAMP)-dev
+	$(BIN)/python -m pytest -q -m long
 
 # A SLURM cluster of several nodes on this machine, as root; apt install slurmctld slurmd munge.
 test-slurm: $(STAMP)-dev

@@ -101,6 +101,7 @@ def losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_every_mesh_goes_on_from_the_same_bits_with_the_next_samples(tmp_path: Path) -> None:
     saved = run_ranks(2, first_part, tmp_path, FIRST)[0]
     straight = losses(tmp_path / "straight")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-_PATIENCE_S = 90.0  # for a loaded machine to import torch three times
+_PATIENCE_S = 180.0  # for a loaded machine to import torch three times
 
 
 class Run:

@@ -28,6 +28,7 @@ def losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_inline_stops_at_a_breakpoint_and_torchrun_gives_the_same_run(tmp_path: Path) -> None:
     (tmp_path / "ext.py").write_text(
         "from hp_train import registry\n\n\ndef build(own):\n    from hp_train.models.loss import ChunkedCrossEntropy\n\n"
