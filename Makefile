@@ -9,6 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH_INDEX ?=
+SLURM_TESTS ?= slurm
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export OMP_NUM_THREADS ?= 1
 
@@ -20,11 +21,11 @@ test: $(STAMP)-dev
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slurm and not long" --durations=20
 
 test-long: $(STAMP)-dev
-	$(BIN)/python -m pytest -q -m long
+	$(BIN)/python -m pytest -q -m "long and not slurm"
 
 # A SLURM cluster of several nodes on this machine, as root; apt install slurmctld slurmd munge.
 test-slurm: $(STAMP)-dev
-	$(BIN)/python -m pytest -q -m slurm
+	$(BIN)/python -m pytest -q -m "$(SLURM_TESTS)"
 
 # Opt-in: the weights are fetched once, into build/pretrained.
 test-pretrained: $(STAMP)-dev

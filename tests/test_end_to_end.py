@@ -63,6 +63,7 @@ def test_a_run_records_every_figure_and_the_steps_to_profile(straight: tuple[Pat
     assert json.loads((run_dir / "logs" / "attempt_1" / "attempt.json").read_text())["peak_flops"] is None
 
 
+@pytest.mark.long
 def test_a_run_stopped_by_sigterm_goes_on_as_if_it_had_not_been(straight: tuple[Path, str], tmp_path: Path) -> None:
     run_dir = tmp_path / "stopped"
     process = subprocess.Popen(

@@ -91,6 +91,7 @@ def no_process_of(run_dir: Path) -> bool:
     return not any(str(run_dir / "config.yaml") in command for command in commands)
 
 
+@pytest.mark.long
 def test_a_run_survives_a_requeue_a_power_cut_and_its_time_limit(cluster: Cluster, folder: Path) -> None:
     """Losses equal those of the run that nothing disturbed, bit by bit, and ranks follow nodes on every attempt."""
     run_dir, calm = folder / "disturbed", folder / "calm"
