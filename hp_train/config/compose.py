@@ -51,6 +51,7 @@ from hp_train.errors import ConfigError
 
 _VERSION_BASE = "1.3"
 _PRIMARY = "config"
+_QUIET = ("hydra/job_logging=disabled", "hydra/hydra_logging=disabled")  # null is a handler on stdout to Hydra
 _HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
@@ -141,7 +142,7 @@ def run_hydra(flags: Sequence[str], request: Request, *, strict: bool = False) -
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that errors come to us and not as a block of text to the terminal
     arguments = sys.argv
     with _place_for_the_sweep(flags, request) as place:
-        sys.argv = [sys.argv[0], *flags, *place, *request.for_hydra]
+        sys.argv = [sys.argv[0], *flags, *place, *_QUIET, *request.for_hydra]
         try:
             entry()
         except _HYDRA_ERRORS as error:
@@ -253,7 +254,7 @@ def _resolve(tree: DictConfig, resolved: dict[str, Any]) -> Iterator[Fault]:
     Those that have no value of the right type are faults, and keep the default.
     """
     written = OmegaConf.to_container(tree, resolve=False)
-    untyped = OmegaConf.create(written)  # interpolations in it give values as they are, not bent to the field's type
+    untyped: DictConfig | None = None  # interpolations in it give values as they are, not bent to the field's type
     for leaf in LEAVES.values():
         value = written
         for name in leaf.key.split("."):
@@ -262,6 +263,7 @@ def _resolve(tree: DictConfig, resolved: dict[str, Any]) -> Iterator[Fault]:
         if value == "???":
             fault = Fault(f"{leaf.key} has no value (???); it takes {leaf.expects()}{leaf.choices()}", (leaf.key,))
         elif is_interpolation(value):
+            untyped = OmegaConf.create(written) if untyped is None else untyped
             wrong = _resolve_one(untyped, leaf, resolved)
             if wrong is not None:
                 fault = Fault(f"{leaf.key}={spell(value)} {wrong}{leaf.choices()}", (leaf.key,))
