@@ -26,16 +26,20 @@ class MicroBatch:
     """One forward's worth of sequences, on the device.
 
     tokens [B, S] int64, targets [B, S] int64 (-100: not predicted), positions [B, S] int64 or None (0, 1, ...),
-    attention_mask [B, 1, S, S] bool, True where the query (third axis) may attend to the key (last); None: plain
-    causal.
+    document_ids [B, S] int64: attention stays among equal ones; None: plain causal.
     num_targets: how many targets are not -100, counted on the host, so that asking costs no synchronisation.
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     positions: torch.Tensor | None
-    attention_mask: torch.Tensor | None
+    document_ids: torch.Tensor | None
     num_targets: int
+
+    @property
+    def attention_mask(self) -> torch.Tensor | None:
+        """Return `document_mask` of the ids, None where there are none. Made at each call: S times as large as they."""
+        return None if self.document_ids is None else document_mask(self.document_ids)
 
 
 class DataReadError(RuntimeError):
@@ -153,14 +157,13 @@ class _HostBatch:
         return cls(*map(tensor, parts), num_targets)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Start the copies to `device`, on its current stream. The mask is made there: it is seq_len times larger."""
+        """Start the copies to `device`, on its current stream."""
 
         def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=True)
 
-        document_ids = move(self.document_ids)
-        mask = None if document_ids is None else document_mask(document_ids)
-        return MicroBatch(move(self.tokens), move(self.targets), move(self.positions), mask, self.num_targets)
+        parts = (self.tokens, self.targets, self.positions, self.document_ids)
+        return MicroBatch(*map(move, parts), self.num_targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +183,7 @@ def to_micro_batch(batch: Batch, device: torch.device | str) -> MicroBatch:
 
 
 def document_mask(document_ids: torch.Tensor) -> torch.Tensor:
-    """[B, 1, S, S] bool from ids [B, S]: True where query and key share a document and the key is not later."""
+    """[B, 1, S, S] bool from ids [B, S]: True where query (third axis) and key share a document, the key not later."""
     same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
     return same.tril_()
 

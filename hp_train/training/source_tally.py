@@ -22,6 +22,7 @@ class SourceTally:
     def __init__(self, names: Sequence[str], worker: Worker) -> None:
         self.names = tuple(names)
         self._source = worker.train_source
+        self._engine = worker.engine
         self._modules: list[ChunkedCrossEntropy] = []
         self._sums = [0.0] * (2 * len(self.names))
         if self.names:
@@ -40,7 +41,7 @@ class SourceTally:
                 f"{len(rows or ())} losses of {len(samples)} micro-batches"
             )
             losses, tokens = (torch.cat(parts).tolist() for parts in zip(*rows, strict=True))  # one wait for the device
-            flat = [sample for chunk in samples for sample in chunk]
+            flat = [sample for index in self._engine.loss_order(len(samples)) for sample in samples[index]]
             for sample, loss, num_tokens in zip(flat, losses, tokens, strict=True):
                 number, _ = self._source.place(sample)
                 self._sums[number] += loss

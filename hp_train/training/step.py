@@ -6,14 +6,14 @@ The trainer knows `StepEngine` alone. Gradients are left in `.grad`: the derivat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from hp_train.data.loader import MicroBatch
+from hp_train.data.loader import MicroBatch, document_mask
 from hp_train.parallel.mesh import MeshContext
 from hp_train.parallel.parallelize import ParallelModel
 from hp_train.pipeline_parallel.microbatch import StageInputs
@@ -21,6 +21,7 @@ from hp_train.pipeline_parallel.runtime import PipelineRuntime
 from hp_train.pipeline_parallel.stage import ModuleStage
 from hp_train.pipeline_parallel.trace import write_trace
 from hp_train.pipeline_plan import PipelinePlan
+from hp_train.schedule import MetaStepType
 
 
 class StepEngine(Protocol):
@@ -32,6 +33,10 @@ class StepEngine(Protocol):
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Return this rank's loss sum without gradients."""
+        ...
+
+    def loss_order(self, num_microbatches: int) -> Sequence[int]:
+        """Return the micro-batches in the order in which `train_step` computes their losses."""
         ...
 
     def standing(self) -> str:
@@ -70,6 +75,10 @@ class DataParallelEngine:
         """Return the loss sum of `micro_batches`; see `StepEngine`."""
         return torch.stack([self._loss(batch).double() for batch in micro_batches]).sum()
 
+    def loss_order(self, num_microbatches: int) -> Sequence[int]:
+        """Return them as they are given; see `StepEngine`."""
+        return range(num_microbatches)
+
     def standing(self) -> str:
         """Follow no schedule; see `StepEngine`."""
         return ""
@@ -92,6 +101,19 @@ class DataParallelEngine:
             self.module.set_requires_gradient_sync(is_last)
 
 
+class _DocumentStage(ModuleStage):
+    """A stage that makes the attention mask of a micro-batch as its forward begins: S times as large as the ids."""
+
+    def forward(
+        self, micro_index: int, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """See `pipeline_parallel.stage.Stage`."""
+        document_ids = kwargs.get("document_ids")  # there are none where data steps bring the inputs
+        mask = None if document_ids is None else document_mask(document_ids)
+        kwargs = {"positions": kwargs.get("positions"), "attention_mask": mask}
+        return super().forward(micro_index, inputs, kwargs, targets)
+
+
 class PipelineEngine:
     """Runs the micro-batches through a pipeline by a proven schedule."""
 
@@ -109,6 +131,13 @@ class PipelineEngine:
         """Return the loss sum of `micro_batches`; see `StepEngine`."""
         loss_sum = self.runtime.evaluate(self._inputs(micro_batches))
         return torch.zeros(()) if loss_sum is None else loss_sum
+
+    def loss_order(self, num_microbatches: int) -> Sequence[int]:
+        """Return the order of the last stage's forwards, which a person's own schedule may choose; see `StepEngine`."""
+        schedule = self.plan.schedule
+        steps = [part for step in schedule.orders[schedule.rank_of_stage[-1]] for part in step.computes]
+        last = schedule.num_stages - 1
+        return [step.micro_index for step in steps if (step.type, step.stage_index) == (MetaStepType.FWD, last)]
 
     def record_next_step(self) -> None:
         """Measure when each step of the schedule runs, in the next `train_step`."""
@@ -133,7 +162,7 @@ class PipelineEngine:
         return [
             StageInputs(
                 args=(batch.tokens,),
-                kwargs={"positions": batch.positions, "attention_mask": batch.attention_mask},
+                kwargs={"positions": batch.positions, "document_ids": batch.document_ids},
                 targets=batch.targets,
             )
             for batch in micro_batches
@@ -149,7 +178,7 @@ def build_engine(model: ParallelModel, mesh: MeshContext, plan: PipelinePlan | N
     if plan is None:
         return DataParallelEngine(model.stages[0], dp_size, reduce_every_microbatch=mesh.sizes.dp_shard > 1)
     num_stages = plan.schedule.num_stages
-    stages = [ModuleStage(module, index, num_stages) for index, module in model.stages.items()]
+    stages = [_DocumentStage(module, index, num_stages) for index, module in model.stages.items()]
     runtime = PipelineRuntime(
         stages, plan.schedule, plan.transport, mesh.pp_group, mesh.device, config_digest=config_digest
     )

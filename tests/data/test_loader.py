@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from hp_train.data import loader as loader_module
 from hp_train.data.loader import DataReadError, Loader, document_mask, to_micro_batch
 from hp_train.data.source import IGNORED, Batch
 
@@ -104,6 +105,21 @@ def test_the_mask_keeps_attention_inside_documents_and_causal() -> None:
             for key in range(5):
                 assert mask[row, 0, query, key] == (key <= query and ids[row, query] == ids[row, key])
     assert mask.any(dim=-1).all(), "a query that attends to nothing would give nan"
+
+
+def test_masks_are_made_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's micro-batches wait for their turn together; a mask is S times as large as all else of one."""
+    made: list[torch.Size] = []
+
+    def counted(ids: torch.Tensor) -> torch.Tensor:
+        made.append(ids.shape)
+        return document_mask(ids)
+
+    monkeypatch.setattr(loader_module, "document_mask", counted)
+    with Loader(CountingSource(), two_micro_batches, "cpu") as loader:
+        _, (first, _), _ = next(loader)
+    assert made == []
+    assert torch.equal(first.attention_mask, document_mask(first.document_ids)) and made == [(2, 4)]
 
 
 def test_plain_batches_have_neither_mask_nor_positions() -> None:
