@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "hp_train"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if not {"configs", "recipes"} & set(path.parts))
 
 FLOORS = [
-    {"errors", "topology", "verbs", "registry"},
+    {"errors", "topology", "verbs", "registry", "new_folder"},
     {"config.schema", "config.fields"},
     {"schedule", "models.shapes"},
     {"stage_split", "compile.pass_config", "training.progress", "training.run_context", "pipeline_plan"},

@@ -10,6 +10,8 @@ from hp_train.checkpoint.layout import (
     COMMITTED,
     PROGRESS,
     REPLACED,
+    bytes_in,
+    candidates,
     file_fault,
     read_json,
     read_manifest,
@@ -34,12 +36,16 @@ class CheckpointRecord:
 
 
 def inspect(checkpoints_dir: Path, *, verify: bool) -> list[CheckpointRecord]:
-    """Return all folders of steps, newest first; with `verify` every byte is held against its checksum."""
-    return [_inspect(folder.path, folder.step, folder.suffix, verify) for folder in step_folders(checkpoints_dir)]
+    """Return all folders of steps, newest first; with `verify` every byte is held against its checksum.
+
+    The run may go on meanwhile: a folder that it has taken away is left out.
+    """
+    found = [_inspect(folder.path, folder.step, folder.suffix, verify) for folder in step_folders(checkpoints_dir)]
+    return [record for record in found if record.path.exists()]
 
 
 def _inspect(path: Path, step: int, suffix: str, verify: bool) -> CheckpointRecord:
-    num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    num_bytes = bytes_in(path)
     if suffix not in ("", REPLACED):
         return CheckpointRecord(path, step, num_bytes, None, "was never finished", is_unfinished=True)
     fault = _fault(path, verify)
@@ -62,13 +68,12 @@ def _fault(path: Path, verify: bool) -> str | None:
     return next((fault for fault in faults if fault is not None), None)
 
 
-def slowest_save_s(checkpoints: Path) -> float:
-    """Return how long the slowest of the checkpoints that are kept took to write: from its first file to its last."""
-    slowest = 0.0
-    for folder in checkpoints.glob("step_*"):
+def slowest_save_s(checkpoints_dir: Path) -> float:
+    """Return how long the slowest of the checkpoints that are kept took to write, by their manifests; 0 for none."""
+    slowest_s = 0.0
+    for folder in candidates(checkpoints_dir):
         try:
-            times = [path.stat().st_mtime for path in folder.iterdir()]
-        except FileNotFoundError:  # thinned out this very moment
+            slowest_s = max(slowest_s, read_manifest(folder.path).write_s)
+        except CheckpointError:  # damaged, or thinned out this very moment
             continue
-        slowest = max(slowest, max(times, default=0.0) - min(times, default=0.0))
-    return slowest
+    return slowest_s

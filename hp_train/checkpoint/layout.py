@@ -4,7 +4,7 @@
       model-rank_00000.safetensors  optimizer-rank_00000.safetensors  ...   what each rank wrote
       metadata.json    shape, dtype and pieces of every tensor, and the file that holds each piece
       progress.json    step, tokens seen and whatever else the trainer wants back
-      manifest.json    size and SHA-256 of every file above
+      manifest.json    size and SHA-256 of every file above, and how long they took to write
       COMMITTED        SHA-256 of manifest.json, written last
     checkpoints/latest     the name of the last one that was committed; for people and tools, nothing here reads it
 
@@ -49,15 +49,20 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Every file of one checkpoint by name, except the manifest itself and COMMITTED."""
+    """Every file of one checkpoint by name, except the manifest itself and COMMITTED.
+
+    `write_s`: how long writing them all took; 0 where it is not known.
+    """
 
     step: int
     files: dict[str, FileRecord]
+    write_s: float = 0.0
 
     def encode(self) -> bytes:
         """Return the text of manifest.json."""
         files = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in sorted(self.files.items())}
-        return encode_json({"format": FORMAT, "step": self.step, "files": files})
+        write_s = round(self.write_s, 3)
+        return encode_json({"format": FORMAT, "step": self.step, "write_s": write_s, "files": files})
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +147,7 @@ def _decode_manifest(folder: Path, text: bytes) -> Manifest:
             found = content["format"]
             raise CheckpointError(f"checkpoint {folder.name} has format {found}; this version reads {FORMAT}")
         files = {name: FileRecord(int(file["bytes"]), str(file["sha256"])) for name, file in content["files"].items()}
-        step = int(content["step"])
+        step, write_s = int(content["step"]), float(content.get("write_s", 0.0))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {folder.name} is damaged: {MANIFEST} makes no sense ({error!r})") from error
     for name in files:
@@ -151,7 +156,7 @@ def _decode_manifest(folder: Path, text: bytes) -> Manifest:
     for name in (METADATA, PROGRESS):
         if name not in files:
             raise CheckpointError(f"checkpoint {folder.name} is damaged: {MANIFEST} lacks {name}")
-    return Manifest(step, files)
+    return Manifest(step, files, write_s)
 
 
 def read_json(folder: Path, manifest: Manifest, name: str) -> object:
@@ -213,6 +218,18 @@ def newest_committed(checkpoints_dir: Path) -> Path | None:
     return next((folder.path for folder in candidates(checkpoints_dir) if is_committed(folder.path)), None)
 
 
+def bytes_in(folder: Path) -> int:
+    """Return the bytes of all files in and below `folder`, which may lose some meanwhile; 0 where there is none."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
 def write_durably(path: Path, content: bytes) -> None:
     """Write a small file so that after a crash `path` holds all of `content` or does not exist."""
     temporary = path.with_name(f".{path.name}.tmp")
@@ -221,12 +238,3 @@ def write_durably(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames and new names inside `path` survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hp_train.checkpoint.layout import sync_folder, write_durably
+from hp_train.checkpoint.layout import write_durably
+from hp_train.new_folder import sync
 
 METRICS = "metrics.jsonl"
 
@@ -39,7 +40,7 @@ def cut_metrics(run_dir: Path, step: int, attempt: int) -> int:
         _append(run_dir / f"metrics.attempt_{writer}.jsonl", b"".join(lines))
     # Replaced even if nothing is cut: an older attempt that still has it open writes into a file without a name.
     write_durably(path, b"".join(kept))
-    sync_folder(run_dir)
+    sync(run_dir)
     return sum(map(len, cut.values()))
 
 
@@ -56,7 +57,7 @@ def fill_val_loss(run_dir: Path, step: int, val_loss: float) -> None:
     row["val_loss"] = val_loss
     lines = (run_dir / METRICS).read_bytes().splitlines(keepends=True)
     write_durably(run_dir / METRICS, b"".join([*lines[:-1], json.dumps(row).encode() + b"\n"]))
-    sync_folder(run_dir)
+    sync(run_dir)
 
 
 def _last_row(run_dir: Path) -> dict[str, Any] | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from hp_train import registry
+from hp_train.checkpoint.layout import bytes_in
 from hp_train.config.schema import ModelSection, TrainerConfig
 from hp_train.models.shapes import num_parameters
 
@@ -47,7 +47,7 @@ class DiskNeed:
 
 def disk_need(config: TrainerConfig, checkpoints_dir: Path | None = None) -> DiskNeed:
     """Return what `config` will need; `checkpoints_dir` is given to go on with a run that may have some."""
-    there = 0 if checkpoints_dir is None else _bytes_in(checkpoints_dir)
+    there = 0 if checkpoints_dir is None else bytes_in(checkpoints_dir)
     return DiskNeed(checkpoint_bytes(config.model, config.optimizer.name), num_checkpoints(config), there)
 
 
@@ -61,17 +61,6 @@ def num_checkpoints(config: TrainerConfig) -> int:
     if checkpoint.every is None and checkpoint.every_minutes is None:
         saves = 1  # at the end
     return min(checkpoint.keep_last + 1, saves) + kept_for_good
-
-
-def _bytes_in(folder: Path) -> int:
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(parent, name)).st_size
-            except FileNotFoundError:  # deleted meanwhile
-                continue
-    return total
 
 
 def size_text(num_bytes: int) -> str:

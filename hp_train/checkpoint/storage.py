@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,7 +41,6 @@ from hp_train.checkpoint.layout import (
     encode_json,
     folder_name,
     saving_name,
-    sync_folder,
     write_durably,
 )
 from hp_train.checkpoint.metadata_json import Location, Locations, encode_metadata
@@ -48,6 +48,7 @@ from hp_train.checkpoint.retention import delete_folder, prune
 from hp_train.checkpoint.safetensors_file import Entry, write_safetensors
 from hp_train.checkpoint.tensor_shard import TensorShard
 from hp_train.errors import CheckpointError
+from hp_train.new_folder import sync
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ class SafetensorsWriter(StorageWriter):
         self._step = step
         self._progress = progress
         self._policy = policy
+        self._started_s = time.monotonic()
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
         """Take no other place than the one given at construction."""
@@ -142,15 +144,17 @@ class SafetensorsWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0: make room and the folder, and tell each rank its number."""
         self._policy.check_fence()
-        self.folder.parent.mkdir(exist_ok=True)  # no parents: a run directory that is lost is not made anew elsewhere
+        parent = self.folder.parent
+        if not parent.is_dir():
+            parent.mkdir()  # no parents: a run directory that is lost is not made anew elsewhere
+            sync(parent.parent)
         if self.folder.exists():
             delete_folder(self.folder)  # left by a save that was interrupted
         needed = len(self._progress) + sum(_item_bytes(item) for plan in plans for item in plan.items)
-        free = shutil.disk_usage(self.folder.parent).free
+        free = shutil.disk_usage(parent).free
         if free < needed:
             raise CheckpointError(
-                f"{needed:,} bytes are needed and {free:,} free in {self.folder.parent}; "
-                "free some, or lower checkpoint.keep_last"
+                f"{needed:,} bytes are needed and {free:,} free in {parent}; free some, or lower checkpoint.keep_last"
             )
         self.folder.mkdir()
         return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
@@ -165,7 +169,7 @@ class SafetensorsWriter(StorageWriter):
         for name, items in sorted(by_file.items()):
             results += self._write_file(name, items, planner)
         if results:
-            sync_folder(self.folder)
+            sync(self.folder)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -192,12 +196,12 @@ class SafetensorsWriter(StorageWriter):
         ):
             write_durably(self.folder / name, content)
             files[name] = digest(content)
-        manifest = Manifest(self._step, files).encode()
+        manifest = Manifest(self._step, files, time.monotonic() - self._started_s).encode()
         write_durably(self.folder / MANIFEST, manifest)
-        sync_folder(self.folder)
+        sync(self.folder)
         self._policy.check_fence()  # the last moment: what follows is seen by whoever resumes
         write_durably(self.folder / COMMITTED, commit_mark(manifest))
-        sync_folder(self.folder)
+        sync(self.folder)
         self._take_final_name()
         self._clean_up()
 
@@ -219,7 +223,7 @@ class SafetensorsWriter(StorageWriter):
                 delete_folder(replaced)
             self.final.rename(replaced)
         self.folder.rename(self.final)
-        sync_folder(self.final.parent)
+        sync(self.final.parent)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:

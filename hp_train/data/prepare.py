@@ -25,8 +25,9 @@ from hp_train.data.inputs import Input, find_inputs
 from hp_train.data.reading import Encoded, Task, encode_task
 from hp_train.data.token_folder import TokenIndex
 from hp_train.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
-from hp_train.data.writer import TokenFolderWriter, refuse_taken, token_dtype
+from hp_train.data.writer import TokenFolderWriter, token_dtype
 from hp_train.errors import ConfigError, HpTrainError
+from hp_train.new_folder import refuse_taken
 
 _TASKS_PER_WORKER = 3  # one at work, one waiting, one being written
 
@@ -111,7 +112,7 @@ def check_arguments(
     with _collected(faults):
         found = find_inputs(inputs, split, subset)
     with _collected(faults):
-        refuse_taken(out)
+        refuse_taken(out, "--out")
     if faults:
         raise ConfigError(*faults)
     assert tokenizer is not None

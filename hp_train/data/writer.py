@@ -1,16 +1,10 @@
-"""Writes a folder of prepared tokens so that it appears whole or not at all. Never torch.
-
-Everything goes to a temporary folder beside the target; at the end all files are synced to disk and one rename gives
-the folder its name. A process that dies in between leaves the temporary folder and never the target.
-"""
+"""Writes a folder of prepared tokens, which appears whole or not at all. Never torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +24,8 @@ from hp_train.data.token_folder import (
     TokenIndex,
     Vocabulary,
 )
-from hp_train.errors import ConfigError, HpTrainError
+from hp_train.errors import HpTrainError
+from hp_train.new_folder import NewFolder
 
 
 def token_dtype(max_token_id: int) -> str:
@@ -43,6 +38,7 @@ class TokenFolderWriter:
 
     def __init__(self, out: Path, dtype: str, eos_id: int | None) -> None:
         self._out = out
+        self._new = NewFolder(out, "--out")
         self._dtype = dtype
         self._eos_id = eos_id
         self._offsets = np.zeros(1, dtype=np.int64)
@@ -54,17 +50,9 @@ class TokenFolderWriter:
         self._max_token_id = 0
 
     def __enter__(self) -> TokenFolderWriter:
-        refuse_taken(self._out)
-        parent = self._out.parent
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix=f"{self._out.name}.tmp-", dir=parent))
-        except FileExistsError:
-            raise ConfigError(f"--out {self._out} cannot be made: {parent} is not a folder") from None
-        except OSError as error:
-            raise ConfigError(f"--out {self._out} cannot be made ({error.strerror})") from None
-        self._tokens = _HashedFile(self._folder / TOKENS_FILE)
-        self._documents = _HashedFile(self._folder / DOCUMENTS_FILE)
+        folder = self._new.__enter__().path
+        self._tokens = _HashedFile(folder / TOKENS_FILE)
+        self._documents = _HashedFile(folder / DOCUMENTS_FILE)
         self._documents.write(_offset_bytes(np.zeros(1, dtype=np.int64)))
         return self
 
@@ -73,7 +61,7 @@ class TokenFolderWriter:
     ) -> None:
         self._tokens.close()
         self._documents.close()
-        shutil.rmtree(self._folder, ignore_errors=True)  # after `finish` it is gone already
+        self._new.__exit__(kind, error, traceback)
 
     def add(self, ids: NDArray[np.uint32], lengths: NDArray[np.int64], ends_document: bool = True) -> None:
         """Append the tokens `ids` of several documents, `lengths` tokens each; the first continues an open document.
@@ -121,25 +109,12 @@ class TokenFolderWriter:
         with _disk_faults(self._out):
             self._tokens.close()
             self._documents.close()
-            (self._folder / SOURCES_FILE).write_text(sources_text, encoding="utf-8")
-            (self._folder / INDEX_FILE).write_text(index.to_json(), encoding="utf-8")
+            (self._new.path / SOURCES_FILE).write_text(sources_text, encoding="utf-8")
+            (self._new.path / INDEX_FILE).write_text(index.to_json(), encoding="utf-8")
             if tokenizer_file is not None:
-                shutil.copyfile(tokenizer_file, self._folder / TOKENIZER_FILE)
-            self._publish()
+                shutil.copyfile(tokenizer_file, self._new.path / TOKENIZER_FILE)
+            self._new.publish()
         return index
-
-    def _publish(self) -> None:
-        """Sync the folder to disk and give it its name: the moment at which it exists."""
-        self._folder.chmod(0o777 & ~_umask())  # mkdtemp makes it private
-        for file in self._folder.iterdir():
-            _sync(file)
-        _sync(self._folder)
-        try:
-            self._folder.rename(self._out)
-        except OSError:
-            refuse_taken(self._out)  # made by somebody else meanwhile
-            raise
-        _sync(self._out.parent)
 
 
 class _HashedFile:
@@ -174,23 +149,3 @@ def _offset_bytes(offsets: NDArray[np.int64]) -> bytes:
     data = offsets.astype("<u8").tobytes()
     assert len(data) == len(offsets) * OFFSET_BYTES
     return data
-
-
-def refuse_taken(out: Path) -> None:
-    """Raise ConfigError if there is something at `out` other than an empty folder."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"--out {out} exists already; choose another folder or remove it")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

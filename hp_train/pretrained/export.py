@@ -1,25 +1,22 @@
 """A run's checkpoint to a Hugging Face directory. Imports torch.
 
 Tensors are read, converted and written one after the other; whatever the size of the model, no more than one is in
-memory. The directory grows under a temporary name beside the target and appears under its own by one rename.
+memory. The directory appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from hp_train.checkpoint.layout import sync_folder
 from hp_train.checkpoint.safetensors_file import Entry, write_safetensors
 from hp_train.config.schema import ModelSection
-from hp_train.errors import ConfigError, HpTrainError
+from hp_train.errors import HpTrainError
+from hp_train.new_folder import NewFolder
 from hp_train.pretrained.hf_config import CONFIG_FILE, hf_config
 from hp_train.pretrained.run_tokenizer import RunTokenizer
 from hp_train.pretrained.safetensors_header import INDEX_FILE, SINGLE_FILE
@@ -55,44 +52,30 @@ def export(
 
     Raises ConfigError when `to` is taken or cannot be made, HpTrainError when the disk is full.
     """
-    refuse_taken(to)
     needed = sum(weights.shape(name).numel() for name in weights.names) * dtype.itemsize
-    folder = _make_beside(to, needed)
-    try:
-        groups = _cut_into_files(weights, dtype, max_file_bytes)
-        for file, names in groups.items():
-            write_safetensors(folder / file, [_entry(weights, name, dtype) for name in names])
-        if len(groups) > 1:
-            weight_map = {name: file for file, names in groups.items() for name in names}
-            _write_json(folder / INDEX_FILE, {"metadata": {"total_size": needed}, "weight_map": weight_map})
-        _write_json(folder / CONFIG_FILE, hf_config(model, str(dtype).removeprefix("torch."), tokenizer.special_ids))
-        _write_json(folder / GENERATION_FILE, _generation_config(tokenizer))
-        write_tokenizer_files(folder, tokenizer, model.max_seq_len)
-        _publish(folder, to)
-    except OSError as error:
-        raise HpTrainError(f"writing {to} failed: {error.strerror}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # gone already when all went well
+    groups = _cut_into_files(weights, dtype, max_file_bytes)
+    with NewFolder(to, "--to") as new:
+        _check_space(to.parent, needed)
+        try:
+            for file, names in groups.items():
+                write_safetensors(new.path / file, [_entry(weights, name, dtype) for name in names])
+            if len(groups) > 1:
+                weight_map = {name: file for file, names in groups.items() for name in names}
+                _write_json(new.path / INDEX_FILE, {"metadata": {"total_size": needed}, "weight_map": weight_map})
+            config = hf_config(model, str(dtype).removeprefix("torch."), tokenizer.special_ids)
+            _write_json(new.path / CONFIG_FILE, config)
+            _write_json(new.path / GENERATION_FILE, _generation_config(tokenizer))
+            write_tokenizer_files(new.path, tokenizer, model.max_seq_len)
+            new.publish()
+        except OSError as error:
+            raise HpTrainError(f"writing {to} failed: {error.strerror}") from error
     return Exported(weights.step, needed // dtype.itemsize, needed, len(groups))
 
 
-def refuse_taken(to: Path) -> None:
-    """Raise ConfigError if there is something at `to` other than an empty folder."""
-    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise ConfigError(f"--to {to} exists already; choose another folder or remove it")
-
-
-def _make_beside(to: Path, needed: int) -> Path:
-    try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(to.parent).free
-        if free < needed + _OTHER_BYTES:
-            raise HpTrainError(f"{needed:,} bytes are needed and {free:,} free in {to.parent}")
-        return Path(tempfile.mkdtemp(prefix=f"{to.name}.tmp-", dir=to.parent))
-    except FileExistsError:
-        raise ConfigError(f"--to {to} cannot be made: {to.parent} is not a folder") from None
-    except OSError as error:
-        raise ConfigError(f"--to {to} cannot be made ({error.strerror})") from None
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed + _OTHER_BYTES:
+        raise HpTrainError(f"{needed:,} bytes are needed and {free:,} free in {folder}")
 
 
 def _cut_into_files(weights: StoredWeights, dtype: torch.dtype, max_file_bytes: int) -> dict[str, list[str]]:
@@ -128,21 +111,3 @@ def _generation_config(tokenizer: RunTokenizer) -> dict[str, object]:
 
 def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _publish(folder: Path, to: Path) -> None:
-    """Sync everything to the disk and give the folder its name."""
-    mask = os.umask(0)
-    os.umask(mask)
-    folder.chmod(0o777 & ~mask)  # mkdtemp makes it private
-    _sync(path for path in folder.iterdir() if path.suffix != ".safetensors")  # those are synced as they are written
-    sync_folder(folder)
-    refuse_taken(to)  # made by somebody else meanwhile
-    folder.rename(to)
-    sync_folder(to.parent)
-
-
-def _sync(paths: Iterable[Path]) -> None:
-    for path in paths:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())

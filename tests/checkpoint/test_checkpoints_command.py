@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from hp_train.checkpoint import inspection, layout
+from hp_train.checkpoint.layout import StepFolder
 from hp_train.commands import checkpoints as command
 from hp_train.errors import ConfigError
 from hp_train.launch.owner import own
@@ -45,6 +48,19 @@ def test_a_listing_sees_sizes_and_a_verified_one_every_bit(run_dir: Path, capsys
     lines = capsys.readouterr().out.splitlines()
     assert "damaged: model-rank_00000.safetensors does not match its checksum" in lines[0]
     assert "every checksum holds; resume goes on from here" in lines[3]
+
+
+def test_a_folder_that_the_run_takes_away_meanwhile_is_left_out(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def thinned_out(folder: Path) -> list[StepFolder]:
+        found = layout.step_folders(folder)
+        shutil.rmtree(found[-1].path)
+        return found
+
+    monkeypatch.setattr(inspection, "step_folders", thinned_out)
+    run(run_dir)
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["50", "45", "40", "30", "20"]
 
 
 def test_pruning_keeps_what_holds_and_what_is_asked_for(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

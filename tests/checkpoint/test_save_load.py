@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from hp_train.checkpoint import layout
-from hp_train.checkpoint.layout import encode_json, is_committed, newest_committed, read_manifest
+from hp_train.checkpoint import layout, storage
+from hp_train.checkpoint.inspection import slowest_save_s
+from hp_train.checkpoint.layout import FileRecord, encode_json, is_committed, newest_committed, read_manifest
 from hp_train.checkpoint.load import find_checkpoint, load_checkpoint
 from hp_train.checkpoint.metadata_json import decode_metadata
 from hp_train.checkpoint.retention import prune
@@ -21,6 +23,7 @@ from hp_train.checkpoint.save import save_checkpoint, write_shards
 from hp_train.checkpoint.state import CheckpointState
 from hp_train.checkpoint.storage import SavePolicy
 from hp_train.checkpoint.tensor_shard import shard_of
+from hp_train.new_folder import sync
 from tests.checkpoint.whole_runs import assert_same_bits, save_steps, tensors_of, tiny_state
 
 PROGRESS = {"step": 7, "tokens_seen": 2**40 + 1, "lr": 0.1 + 0.2, "nested": {"list": [1, None, "ü"]}}
@@ -55,6 +58,36 @@ def test_sgd_has_no_state_to_save(tmp_path: Path) -> None:
     load_checkpoint(folder, loaded)
     assert_same_bits(tensors_of(saved), tensors_of(loaded))
     assert not list(folder.glob("optimizer*"))
+
+
+def test_a_manifest_tells_how_long_its_files_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all of it went into one file: times of files say when each was done, not when it was begun."""
+    real = storage.write_safetensors
+
+    def slow(path: Path, entries: list) -> FileRecord:
+        time.sleep(0.3 if path.name.startswith("model") else 0.0)
+        return real(path, entries)
+
+    monkeypatch.setattr(storage, "write_safetensors", slow)
+    assert slowest_save_s(tmp_path) == 0.0
+    save_steps(tmp_path, 1)
+    took_s = slowest_save_s(tmp_path)
+    assert 0.3 <= took_s < 10
+    monkeypatch.undo()
+    save_steps(tmp_path, 2)
+    assert slowest_save_s(tmp_path) == took_s
+    assert read_manifest(tmp_path / "step_00000002").write_s < 0.3
+
+
+def test_the_folder_of_all_checkpoints_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new name lasts once the folder that holds it is synced: of the checkpoint, and of `checkpoints` itself."""
+    synced: list[Path] = []
+    monkeypatch.setattr(storage, "sync", lambda path: (synced.append(path), sync(path)))
+    save_steps(tmp_path / "checkpoints", 1)
+    assert synced[0] == tmp_path and synced[-1] == tmp_path / "checkpoints"
+    synced.clear()
+    save_steps(tmp_path / "checkpoints", 2)
+    assert tmp_path not in synced
 
 
 def test_a_tied_weight_is_stored_once_and_read_into_both_copies(tmp_path: Path) -> None:
