@@ -73,16 +73,6 @@ def coordinates_of(rank: int, sizes: MeshSizes) -> Coordinates:
     return Coordinates(*reversed(digits))
 
 
-def rank_of(coordinates: Coordinates, sizes: MeshSizes) -> int:
-    """Return the global rank at `coordinates`; the inverse of `coordinates_of`."""
-    rank = 0
-    for name, size in zip(DIMENSIONS, sizes.as_tuple(), strict=True):
-        digit = getattr(coordinates, name)
-        assert 0 <= digit < size, f"{name} {digit} is outside {size}"
-        rank = rank * size + digit
-    return rank
-
-
 def dp_rank_of(coordinates: Coordinates, sizes: MeshSizes) -> int:
     """Return which slice of every global batch a rank reads; equal along pp, cp and tp."""
     return coordinates.dp_replicate * sizes.dp_shard + coordinates.dp_shard

@@ -24,7 +24,8 @@ from hp_train.checkpoint.tensor_shard import TensorShard
 class AsyncSaver:
     """Saves checkpoints of one run in the background. Every method is collective: all ranks call it alike.
 
-    An error of a save in flight is raised by the next `save`, `wait` or `close`, on every rank.
+    An error of a save in flight is raised by the next `save` or `wait`, on every rank. The buffers and the process
+    group live as long as the process.
     """
 
     def __init__(self, checkpoints_dir: Path, policy: SavePolicy) -> None:
@@ -63,16 +64,6 @@ class AsyncSaver:
     def peek_error(self) -> BaseException | None:
         """Return what the save in flight has failed with so far on this rank; it stays to be raised."""
         return self._error
-
-    def close(self) -> None:
-        """Wait for the save in flight, then free the buffers and the process group."""
-        try:
-            self.wait()
-        finally:
-            self._buffers.clear()
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
-                self._group = None
 
     def _write(self, step: int, shards: Mapping[str, TensorShard], progress: bytes) -> None:
         try:

@@ -52,11 +52,6 @@ def sequence_indices(seed: int, samples: Sequence[int] | NDArray[np.integer], nu
     return _permute(places, hash_words(seed, epochs), num_sequences).astype(np.int64)
 
 
-def sequence_index(seed: int, global_sample: int, num_sequences: int) -> int:
-    """`sequence_indices` of one sample."""
-    return int(sequence_indices(seed, [global_sample], num_sequences)[0])
-
-
 def _permute(places: NDArray[np.uint64], keys: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
     """The permutation of [0, n) chosen by each place's key. Values that leave [0, n) walk on until they are back in."""
     a = math.isqrt(n - 1) + 1  # ceil(sqrt(n))

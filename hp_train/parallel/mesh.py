@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hp_train.topology import DIMENSIONS, Coordinates, MeshSizes, coordinates_of, dp_rank_of, rank_of
+from hp_train.topology import DIMENSIONS, Coordinates, MeshSizes, coordinates_of, dp_rank_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class MeshContext:
         """Return the mesh that shards and replicates parameters: (dp_replicate, dp_shard), or the one above 1, or None.
 
         With `at_least_one`, a dp_shard mesh of this rank alone stands in for None: the sharding engine is then used for
-        its mixed precision, so that one rank computes as many do.
+        its mixed precision, so that one rank computes as many do. Making that is collective over all ranks.
         """
         names = [name for name in ("dp_replicate", "dp_shard") if getattr(self.sizes, name) > 1]
         if not names:
@@ -66,11 +66,6 @@ class MeshContext:
         names = ("pp", "dp_shard") if self.sizes.pp > 1 else ("dp_shard",)
         shape = (self.sizes.pp, 1) if self.sizes.pp > 1 else (1,)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)["dp_shard"]
-
-    def pp_peer(self, pp_coordinate: int) -> int:
-        """Return the global rank at another pipeline coordinate with this rank's other coordinates."""
-        here = self.coordinates
-        return rank_of(Coordinates(pp_coordinate, here.dp_replicate, here.dp_shard, here.cp, here.tp), self.sizes)
 
     def gather(self, values: list[float]) -> torch.Tensor:
         """Return every rank's `values` as float64 [world_size, len(values)] on the host, the same on all ranks.

@@ -1,6 +1,7 @@
 """From a config to a model that is cut over the mesh.
 
-The order is visible in `_cut`: activation checkpointing, compile, sharding, memory, weights. Model files know nothing of it.
+The order is visible in `_cut`: activation checkpointing, compile, sharding, memory, weights. Model files know nothing
+of it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from hp_train import registry
 from hp_train.compile.pass_config import PassConfig
@@ -48,10 +50,12 @@ def build_model(
 ) -> ParallelModel:
     """Build, cut and initialise this rank's stages; collective over all ranks."""
     layers_of_stage = (range(config.model.num_layers),) if plan is None else plan.layers_of_stage
+    # Once, not for each stage: ranks may hold different numbers of them, and making a mesh is collective.
+    data_parallel_mesh = mesh.data_parallel_mesh(at_least_one=precision == "bf16")
     stages = {}
     for stage in [0] if plan is None else plan.stages_of(mesh.coordinates.pp):
         part = _part(config, layers_of_stage, stage)
-        stages[stage] = _cut(part, config, pass_config, mesh, precision)
+        stages[stage] = _cut(part, config, pass_config, data_parallel_mesh, mesh.device, precision)
     parameters = {name: parameter for stage in stages.values() for name, parameter in stage.named_parameters()}
     tied, aliases = None, {}
     if config.model.tie_embeddings and plan is not None:
@@ -79,12 +83,18 @@ def _part(config: TrainerConfig, layers_of_stage: tuple[range, ...], stage: int)
     return part
 
 
-def _cut(model: Llama, config: TrainerConfig, pass_config: PassConfig, mesh: MeshContext, precision: str) -> Llama:
+def _cut(
+    model: Llama,
+    config: TrainerConfig,
+    pass_config: PassConfig,
+    data_parallel_mesh: DeviceMesh | None,
+    device: torch.device,
+    precision: str,
+) -> Llama:
     """Apply everything that changes how `model` runs but not what it computes, then give it memory and weights."""
     apply_activation_checkpointing(model, config.activation_checkpoint.mode, config.activation_checkpoint.every)
     if config.trainer.compile:
         compile_blocks(model)
-    data_parallel_mesh = mesh.data_parallel_mesh(at_least_one=precision == "bf16")
     if data_parallel_mesh is not None:
         shard_model(
             model,
@@ -93,7 +103,7 @@ def _cut(model: Llama, config: TrainerConfig, pass_config: PassConfig, mesh: Mes
             reshard_after_forward=pass_config.fsdp_reshard_after_forward,
             precision=precision,
         )
-    model.to_empty(device=mesh.device)
+    model.to_empty(device=device)
     if config.model.pretrained is None:  # else every weight is loaded, from there or from a checkpoint
         initialize(model, config.trainer.seed)
     return model

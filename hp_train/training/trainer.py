@@ -1,7 +1,7 @@
 """The training loop: builds the pieces of one worker, then steps until the end, a stop, or a fault.
 
-Every step ends in one exchange (`_agree`): each rank tells its loss, tokens, gradient squares, waiting time, and whether a
-signal or the clock asks for something; all ranks then decide alike. Nothing here knows how the model is cut.
+Every step ends in one exchange (`_agree`): each rank tells its loss, tokens, gradient squares, waiting time, and
+whether a signal or the clock asks for something; all ranks then decide alike. Nothing here knows how the model is cut.
 """
 
 from __future__ import annotations
@@ -111,10 +111,11 @@ class Trainer:
         if self.is_reporter:
             self._describe_attempt(done, checkpoints)
         writer = MetricsWriter(self.context.run_dir, self.config) if self.is_reporter else None
-        loader = Loader(self.worker.train_source, self._samples_of, self.mesh.device, start_step=done)
+        max_steps = self.config.trainer.max_steps
+        loader = Loader(self.worker.train_source, self._samples_of, self.mesh.device, done, max_steps)
         stop_signal = 0
         with closing(loader):
-            while done < self.config.trainer.max_steps and not stop_signal:
+            while done < max_steps and not stop_signal:
                 progress.step, progress.phase = done + 1, Phase.DATA
                 _, micro_batches, wait_s = next(loader)
                 started = time.perf_counter()
@@ -124,7 +125,7 @@ class Trainer:
                 done += 1
                 stop_signal = agreement.stop_signal
                 progress.phase = Phase.EVALUATE
-                is_last = done == self.config.trainer.max_steps
+                is_last = done == max_steps
                 # Who asks to stop may not wait: a run that goes on makes up for what is left out here.
                 evaluates = self._evaluation_is_due(done) and (is_last or not stop_signal)
                 val_loss = evaluator.loss() if evaluates else None
@@ -143,7 +144,7 @@ class Trainer:
         self.worker.engine.close()
         if writer is not None:
             writer.close()
-        return TrainOutcome(_exit_code(stop_signal, done == self.config.trainer.max_steps), done)
+        return TrainOutcome(_exit_code(stop_signal, done == max_steps), done)
 
     def _meet_peers(self) -> None:
         """Learn who the other ranks are, and measure them if asked so."""
@@ -262,8 +263,8 @@ class Trainer:
         if not agreement.bad_dp_ranks:
             last = first + self.worker.batch_plan.global_batch_size - 1
             return (
-                f"gradient norm is {agreement.grad_norm} at step {step} (samples {first} to {last}), loss {agreement.loss:.4f}; "
-                f"stopped before the optimizer step"
+                f"gradient norm is {agreement.grad_norm} at step {step} (samples {first} to {last}), "
+                f"loss {agreement.loss:.4f}; stopped before the optimizer step"
             )
         spans = []
         for dp_rank in agreement.bad_dp_ranks:

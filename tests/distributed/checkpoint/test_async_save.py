@@ -81,7 +81,6 @@ def train_while_saving(rank: int, world_size: int, root: Path) -> None:
     assert sorted(path.name for path in root.glob("step_*")) == ["step_00000002", "step_00000003"]
 
     _fail_in_the_background(rank, saver, state, root)
-    saver.close()
 
 
 def _fail_in_the_background(rank: int, saver: AsyncSaver, state: CheckpointState, root: Path) -> None:
@@ -113,7 +112,7 @@ def test_one_process_without_a_group_saves_in_the_background(tmp_path: Path) -> 
     saver.save(1, state)
     with torch.no_grad():
         weight.zero_()
-    saver.close()
+    saver.wait()
     assert load_checkpoint(tmp_path / "step_00000001", state) == {"step": 1}
     assert torch.equal(weight, torch.ones(4))
 
@@ -130,7 +129,6 @@ def test_cuda_state_is_staged_in_pinned_memory_and_written_as_it_was(tmp_path: P
         saved.parameters["w"].fill_(2.0)
     saver.wait()
     assert saver._buffers["model.w"].is_pinned() and saver._buffers["optimizer.w.step"].is_pinned()
-    saver.close()
     load_checkpoint(tmp_path / "step_00000001", loaded)
     assert (loaded.parameters["w"] == 1.0).all()
     save_checkpoint(tmp_path, 2, saved, SavePolicy(2))
