@@ -57,7 +57,7 @@ def train_three_ways(rank: int, world_size: int, root: Path, mesh: dict) -> dict
     straight = train_part(rank, world_size, root / "straight", mesh)
     train_part(rank, world_size, root / "longer", mesh, {"trainer.max_steps": 5})
     longer = train_part(rank, world_size, root / "longer", mesh, attempt=2)
-    stopped = train_part(rank, world_size, root / "stopped", mesh, stop_at=4)
+    stopped = train_part(rank, world_size, root / "stopped", mesh, stop_at=5)
     resumed = train_part(rank, world_size, root / "stopped", mesh, attempt=2)
     return {"straight": straight, "longer": longer, "stopped": stopped, "resumed": resumed}
 
@@ -66,7 +66,7 @@ def train_three_ways(rank: int, world_size: int, root: Path, mesh: dict) -> dict
 def test_a_resumed_run_is_bitwise_the_straight_one(name: str, tmp_path: Path) -> None:
     world_size, mesh = MESHES[name]
     for results in run_ranks(world_size, train_three_ways, tmp_path, mesh):
-        assert (results["stopped"]["exit_code"], results["stopped"]["step"]) == (ExitCode.REQUEUE, 4)
+        assert (results["stopped"]["exit_code"], results["stopped"]["step"]) == (ExitCode.REQUEUE, 5)
         for way in ("longer", "resumed"):
             assert results[way]["exit_code"] == ExitCode.DONE
             pairs = zip(results["straight"]["tensors"], results[way]["tensors"], strict=True)
