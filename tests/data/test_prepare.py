@@ -18,7 +18,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_train.data import reading, tokenizer, writer
+from hp_train import new_folder
+from hp_train.data import reading, tokenizer
 from hp_train.data.prepare import Progress, prepare
 from hp_train.data.reading import InputFile
 from hp_train.data.token_folder import TokenIndex
@@ -236,7 +237,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch:
         raise OSError(28, "No space left on device")
 
     (tmp_path / "a.txt").write_text(TEXT)
-    monkeypatch.setattr(writer, "_sync", no_space)
+    monkeypatch.setattr(new_folder, "sync", no_space)
     with pytest.raises(HpTrainError, match="writing .*/out failed: No space left on device") as failed:
         prepare([tmp_path / "a.txt"], tmp_path / "out")
     assert not isinstance(failed.value, ConfigError)
