@@ -1,9 +1,10 @@
-"""What plugins add: models, data sources, optimizers, losses, learning-rate schedules, by name. Ground floor, no torch.
+"""What plugins add, by name: models, data, optimizers, losses, learning-rate and pipeline schedules. No torch.
 
-A plugin is a module that calls the functions below when it is imported. A builder is `"package.module:function"`, which
-is imported in the workers only, or a function. Names are chosen in a config (`model.name=mine`), and the fields of the
-`config` dataclass are keys under them (`model.mine.width=64`), typed and checked as all others are. docs/plugins.md has
-the whole protocol.
+Ground floor. A plugin is a module that calls the functions below when it is imported. A builder is a function, or
+`"package.module:function"`, which is imported when it is needed: for pipeline schedules where a run is checked, for
+all else in the workers only. Names are chosen in a config (`model.name=mine`), and the fields of the `config`
+dataclass are keys under them (`model.mine.width=64`), typed and checked as all others are. docs/plugins.md has the
+whole protocol.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Builder = str | Callable[..., Any]
 
 NAME_KEYS = {
     "model": "model.name", "data": "data.name", "optimizer": "optimizer.name", "loss": "trainer.loss",
-    "lr_scheduler": "lr_scheduler.name",
+    "lr_scheduler": "lr_scheduler.name", "pp_schedule": "pp.schedule",
 }  # fmt: skip
 """Kind -> the key that chooses among its names. The settings of a name are below that key's group."""
 
@@ -38,6 +39,8 @@ class Component:
     shapes: Builder | None = None  # of a model
     describe: Builder | None = None  # of a data source
     state_bytes: int = 0  # of an optimizer, per parameter
+    stages_per_rank: int = 1  # of a pipeline schedule, for pp.stages_per_rank=null
+    summary: str = ""  # of a pipeline schedule, for its line in `hp-train schedule list`
 
     @property
     def section(self) -> str | None:
@@ -71,6 +74,16 @@ def register_loss(name: str, *, config: type | None = None, build: Builder) -> N
 def register_lr_schedule(name: str, *, config: type | None = None, build: Builder) -> None:
     """Add a shape of the learning rate after the warm-up."""
     _add(Component("lr_scheduler", name, config, build))
+
+
+def register_pp_schedule(
+    name: str, *, config: type | None = None, build: Builder, stages_per_rank: int = 1, summary: str = ""
+) -> None:
+    """Add a pipeline schedule. `build` makes the orders of all ranks, without torch; they are proven before a run."""
+    if type(stages_per_rank) is not int or stages_per_rank < 1:
+        told = f"stages_per_rank={stages_per_rank!r} must be an integer of at least 1"
+        raise ConfigError(f"plugin: pp_schedule {name!r}: {told}")
+    _add(Component("pp_schedule", name, config, build, stages_per_rank=stages_per_rank, summary=summary))
 
 
 def components(kind: str | None = None) -> list[Component]:

@@ -1,4 +1,4 @@
-"""What may stand where the cursor is: the words that tab completion offers, each with a description. No torch, no Hydra.
+"""What may stand where the cursor is: the words that tab completion offers, and what they mean. No torch, no Hydra.
 
 The shells hand over the words before the cursor; what an argument of a verb takes is read off the verb's own parser, so
 that completion knows every verb and option there is. Answers must come within a blink: nothing is composed or checked.
@@ -138,9 +138,9 @@ def _options(group: str, path: SearchPath) -> Iterator[Candidate]:
 
 
 def _schedules() -> Iterator[Candidate]:
-    from hp_train.schedule import SCHEDULES
+    from hp_train.schedule.registry import schedule_names
 
-    yield from ((name, "") for name in SCHEDULES)
+    yield from ((name, "") for name in schedule_names())
 
 
 def _runs(current: str) -> Iterator[Candidate]:

@@ -1,16 +1,19 @@
 """Look at pipeline schedules and prove them: list, show, draw, lower, verify. Needs neither a recipe nor a GPU.
 
-No torch. SOURCE is a schedule's name, a CSV file, or `pkg.mod:builder`.
+No torch. SOURCE is a schedule's name (a plugin's too), a CSV file, or `pkg.mod:builder`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
+from hp_train import registry
 from hp_train.errors import ExitCode, ScheduleError
 from hp_train.schedule import SCHEDULES, TRANSPORTS, Costs, Schedule, lower, save_schedule, simulate, verify
 from hp_train.schedule.draw import draw, draw_text
+from hp_train.schedule.registry import schedule_names
 from hp_train.schedule.residency import MIN_SWAP_GAP
 from hp_train.schedule.sources import open_schedule
 from hp_train.schedule.text import format_schedule
@@ -19,7 +22,7 @@ from hp_train.schedule.text import format_schedule
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the verbs of `hp-train schedule` and their options."""
     verbs = parser.add_subparsers(dest="action", required=True, metavar="list|show|draw|lower|verify")
-    verbs.add_parser("list", help="the built-in schedules")
+    verbs.add_parser("list", help="the schedules that have names")
     show = verbs.add_parser("show", help="the schedule as text, ranks as rows")
     picture = verbs.add_parser("draw", help="the schedule as a picture")
     lowered = verbs.add_parser("lower", help="everything the ranks do, as CSV")
@@ -52,6 +55,9 @@ def _add_source(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--pp", type=int, default=None, metavar="N", help="pipeline ranks")
     verb.add_argument("--microbatches", type=int, default=None, metavar="N", help="micro-batches in a step")
     verb.add_argument("--stages-per-rank", type=int, default=None, metavar="N", help="default: what the schedule needs")
+    verb.add_argument(
+        "--set", action="append", default=[], metavar="pp.NAME.KEY=VALUE", help="a setting of a plugin's schedule"
+    )
 
 
 def _add_lowering(verb: argparse.ArgumentParser) -> None:
@@ -68,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "list":
         return _list()
     _check_bounds(args)
-    schedule = open_schedule(args.source, args.pp, args.microbatches, args.stages_per_rank, allow_code=True)
+    sizes = (args.pp, args.microbatches, args.stages_per_rank)
+    schedule = open_schedule(args.source, *sizes, allow_code=True, settings=_settings(args))
     if args.action == "show":
         return _show(schedule, args)
     if args.action == "draw":
@@ -76,6 +83,21 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "lower":
         return _lower(schedule, args)
     return _verify(schedule, args)
+
+
+def _settings(args: argparse.Namespace) -> Any:
+    """Return the settings of a plugin's schedule, typed and checked as those of a run; None if none are given."""
+    if not args.set:
+        return None
+    component = registry.find("pp_schedule", args.source)
+    section = None if component is None else component.section
+    for override in args.set:
+        if section is None or not override.startswith(f"{section}."):
+            takes = f"takes settings below {section}" if section else "has no settings"
+            raise ScheduleError(f"--set {override}: schedule {args.source} {takes}")
+    from hp_train.config.compose import compose  # loads Hydra
+
+    return registry.settings_of(component, compose(args.set).config)
 
 
 def _check_bounds(args: argparse.Namespace) -> None:
@@ -86,12 +108,20 @@ def _check_bounds(args: argparse.Namespace) -> None:
 
 
 def _list() -> int:
-    width = max(map(len, SCHEDULES))
+    added = registry.components("pp_schedule")
+    width = max(len(name) for name in schedule_names())
     for name, info in SCHEDULES.items():
-        stages = f"{info.stages_per_rank} stage{'s' if info.stages_per_rank > 1 else ''} a rank"
-        stages += "" if info.fixed_stages else " or any number"
+        stages = _stages(info.stages_per_rank) + ("" if info.fixed_stages else " or any number")
         print(f"{name:<{width}}  {info.summary} ({stages}; {info.source}; also {', '.join(info.torch_names)})")
+    for component in added:
+        stages = _stages(component.stages_per_rank)
+        settings = "" if component.section is None else f"; settings below {component.section}"
+        print(f"{component.name:<{width}}  {component.summary or 'of a plugin'} ({stages}{settings})")
     return int(ExitCode.DONE)
+
+
+def _stages(count: int) -> str:
+    return f"{count} stage{'s' if count > 1 else ''} a rank"
 
 
 def _show(schedule: Schedule, args: argparse.Namespace) -> int:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_train.config.schema import AcceleratorSection, FsdpSection, PpSection, TrainerSection
-from hp_train.schedule.registry import SCHEDULES, normalize_schedule_name
+from hp_train.schedule.registry import SCHEDULES, normalize_schedule_name, schedule_names
 
 PP_SCHEDULES: tuple[str, ...] = tuple(SCHEDULES)
-"""Names of the schedule registry; `file:PATH` is accepted where a schedule is named, too."""
+"""The built-in schedules; a plugin's name and `file:PATH` are accepted where a schedule is named, too."""
 
 DP_MODES: tuple[str, ...] = ("fsdp", "ddp", "hsdp")
 """Shard, replicate, or both."""
@@ -41,12 +41,12 @@ def normalize_dp_mode(mode: Any) -> str:
 
 
 def normalize_pp_schedule(schedule: Any) -> str:
-    """Return the registry's name for `schedule`, or `file:PATH` with the path as it was given.
+    """Return the registry's (or a plugin's) name for `schedule`, or `file:PATH` with the path as it was given.
 
     Raises ValueError for an unknown name, a file without a path, or anything but a string.
     """
     if not isinstance(schedule, str):
-        raise ValueError(f"pp_schedule={schedule!r} must be a string; use {', '.join(PP_SCHEDULES)} or file:PATH")
+        raise ValueError(f"pp_schedule={schedule!r} must be a string; use {', '.join(schedule_names())} or file:PATH")
     name = schedule.strip()
     if name[: len(SCHEDULE_FILE_PREFIX)].lower() != SCHEDULE_FILE_PREFIX:
         return normalize_schedule_name(name)
@@ -69,7 +69,7 @@ class PassConfig:
     tp_size: tensor-parallel ranks; sequence_parallel and loss_parallel shard activations and logits over them.
     pp_enabled, pp_degree: whether there is a pipeline and of how many ranks; None is all ranks that remain.
     pp_microbatch_size: sequences per micro-batch.
-    pp_schedule: a member of `PP_SCHEDULES`, or `file:PATH`.
+    pp_schedule: a member of `PP_SCHEDULES`, the name of a plugin's schedule, or `file:PATH`.
     """
 
     enable_overlap: bool = True

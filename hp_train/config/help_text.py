@@ -1,7 +1,7 @@
 """The texts of `hp-train --help` and `hp-train help GROUP`, made from the schema's own docstrings. No torch.
 
-Everything fits 100 columns where the words allow it. The help of the whole command stays under 60 lines: keys are shown a
-group at a time.
+Everything fits 100 columns where the words allow it. The help of the whole command stays under 60 lines: keys are
+shown a group at a time.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _aligned(table: dict[str, str], width: int = 0) -> list[str]:
 
 
 def help_on(topic: str, path: SearchPath) -> str:
-    """Return what `hp-train help TOPIC` prints for a group, a key, or `recipe`. Raises ConfigError for anything else."""
+    """Return what `hp-train help TOPIC` prints for a group, a key, or `recipe`. Raises ConfigError for all else."""
     documents = field_documents()
     if topic == RECIPE_GROUP:
         return "\n".join(["recipe=NAME composes one of:", *_recipes(path)])
@@ -106,7 +106,10 @@ def _recipes(path: SearchPath) -> list[str]:
 
 
 def _section_help(section: str, path: SearchPath, documents: dict[str, str]) -> str:
-    blocks = [f"{section}: {_sentence(SECTIONS[section].__doc__ or '')}."]
+    document = SECTIONS[section].__doc__ or ""
+    if document.startswith(f"{SECTIONS[section].__name__}("):  # what dataclasses make up where nothing is written
+        document = "settings of a plugin"
+    blocks = [f"{section}: {_sentence(document)}."]
     options = path.options_of(section) if section in GROUPS else {}
     if options:
         table = {f"{section}={name}": description_of(file) for name, file in options.items()}

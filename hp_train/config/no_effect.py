@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hp_train import registry
 from hp_train.config.rules_slurm import SLURM_KEYS, container_of
 from hp_train.config.schema import TrainerConfig
 from hp_train.config.schema_tree import LEAVES, spell, value_at
@@ -27,6 +28,7 @@ def _idle(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     yield from _idle_in_mesh(config)
     yield from _idle_in_loop(config)
     yield from _idle_in_launcher(config)
+    yield from _idle_of_plugins(config)
     trainer, data = config.trainer, config.data
     if data.mix:
         yield ("data.name", "data.path", "data.val_path"), "data.mix names its sources, which hold out a tenth each"
@@ -87,6 +89,17 @@ def _idle_in_launcher(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], 
         elif container_of(config).runtime == "none":
             idle = ("launcher.container.image", "launcher.container.mounts", "launcher.container.python")
             yield idle, "launcher.container.runtime=none starts no container"
+
+
+def _idle_of_plugins(config: TrainerConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    for component in registry.components():
+        chooser = registry.NAME_KEYS[component.kind]
+        chosen = value_at(config, chooser)
+        keys = tuple(key for key in LEAVES if component.config and key.startswith(f"{component.section}."))
+        if chosen != component.name:
+            yield keys, f"{chooser}={chosen} does not read it"
+        elif component.kind == "pp_schedule" and config.accelerator.pp_size == 1:
+            yield keys, "accelerator.pp_size=1 makes no pipeline"
 
 
 def _never_reached(config: TrainerConfig) -> Iterator[str]:

@@ -56,6 +56,8 @@ def _rope_scaling(config: TrainerConfig) -> Iterator[str]:
 
 def _plugged(kind: str, config: TrainerConfig) -> Iterator[str]:
     """What the chosen component of a plugin has against its settings: `faults(config)` of its config class."""
+    if kind == "pp_schedule" and config.accelerator.pp_size == 1:
+        return  # nothing is scheduled
     component = registry.find(kind, value_at(config, registry.NAME_KEYS[kind]))
     own = None if component is None else registry.settings_of(component, config)
     if hasattr(own, "faults"):
@@ -63,7 +65,10 @@ def _plugged(kind: str, config: TrainerConfig) -> Iterator[str]:
 
 
 RULES = (
-    *(Rule((key.partition(".")[0],), partial(_plugged, kind)) for kind, key in registry.NAME_KEYS.items()),
+    *(
+        Rule((key.partition(".")[0], "accelerator.pp_size"), partial(_plugged, kind))
+        for kind, key in registry.NAME_KEYS.items()
+    ),
     Rule(("model.dim", "model.num_heads"), _heads),
     Rule(("model.num_heads", "model.num_kv_heads"), _kv_heads),
     Rule(("trainer.seq_len", "model.max_seq_len"), _sequence),

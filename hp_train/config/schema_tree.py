@@ -151,7 +151,7 @@ def _leaf(key: str, arms: tuple[Any, ...], optional: bool, field: dataclasses.Fi
     kinds = () if item else arms
     bounds = bounds_of(field)
     added = [c.name for c in registry.components() if registry.NAME_KEYS[c.kind] == key]
-    if added:
+    if added and bounds.choices:  # else a rule knows the names
         bounds = dataclasses.replace(bounds, choices=tuple(dict.fromkeys((*bounds.choices, *added))))
     return Leaf(key, kinds, item, optional, bounds, default, origin is dict, is_path(field))
 
@@ -179,6 +179,7 @@ def extend() -> None:
     global _root, _extended_for
     if _extended_for == (found := tuple(registry.components())):
         return  # two classes for one config would make equal configs unequal
+    _refuse_names_of_ours()
     _extended_for = found
     groups: dict[str, list[tuple[str, type, typing.Any]]] = {}
     for component in registry.components():
@@ -199,3 +200,23 @@ def extend() -> None:
     for table, built in zip((LEAVES, SECTIONS, OPTIONAL_SECTIONS), _build(_root), strict=True):
         table.clear()
         table.update(built)
+
+
+def _refuse_names_of_ours() -> None:
+    """Raise ConfigError where a plugin gives a name that is built in to something else."""
+    from hp_train.schedule.registry import is_built_in
+
+    chosen = {component: registry.NAME_KEYS[component.kind] for component in registry.components()}
+    taken = [
+        f"{key}={component.name}"
+        for component, key in chosen.items()
+        if (is_built_in(component.name) if key == "pp.schedule" else component.name in _built_in_choices(key))
+    ]
+    if taken:
+        raise ConfigError(*(f"plugin: {choice} is built into hp-train; take another name" for choice in taken))
+
+
+def _built_in_choices(key: str) -> tuple[Any, ...]:
+    group, _, name = key.partition(".")
+    owner = typing.get_type_hints(TrainerConfig)[group]
+    return next(bounds_of(field).choices for field in dataclasses.fields(owner) if field.name == name)

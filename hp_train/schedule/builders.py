@@ -20,12 +20,14 @@ Slot = tuple[int, int]
 
 
 def build_schedule(name: str, pp_size: int, num_microbatches: int, stages_per_rank: int | None = 1) -> Schedule:
-    """The schedule `name` for these sizes, compute steps only.
+    """The built-in schedule `name` for these sizes, compute steps only.
 
     stages_per_rank: None takes what the schedule runs with by default (2 for the interleaved and V schedules, else 1).
     Raises ScheduleError naming every size that does not fit, why, and what would.
     """
     name = normalize_schedule_name(name)
+    if name not in _BUILDERS:
+        raise ScheduleError(f"schedule {name} is a plugin's, which open_schedule builds")
     if stages_per_rank is None:
         stages_per_rank = derive_stages_per_rank(name)
     faults = check_sizes(name, pp_size, num_microbatches, stages_per_rank)

@@ -1,13 +1,15 @@
 """Which schedules there are: names, what they need, what sizes they take.
 
 No torch, and nothing slow: configuration is checked against this on every start of the command. The orders themselves
-are built in `builders.py`, by the same names.
+are built in `builders.py`, by the same names. What plugins add is kept by `hp_train.registry`; it is valid by its own
+name, and the sizes it takes are its builder's to say.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from hp_train import registry
 from hp_train.errors import ScheduleError
 
 
@@ -78,24 +80,41 @@ def normalize_schedule_name(name: str) -> str:
     Names of torch's pipelining are accepted too. Raises ScheduleError that names the nearest and all valid names.
     """
     if not isinstance(name, str):
-        raise ScheduleError(f"a schedule is named by a string, not {name!r}; use one of {', '.join(SCHEDULES)}")
-    folded = _folded(name)
-    if folded not in _NAME_OF_FOLDED:
+        raise ScheduleError(f"a schedule is named by a string, not {name!r}; use one of {', '.join(schedule_names())}")
+    folded, names = _folded(name), _names_by_folded()
+    if folded not in names:
         import difflib  # only a mistake pays for it
 
-        close = difflib.get_close_matches(folded, _NAME_OF_FOLDED, n=1)
-        hint = f"did you mean {_NAME_OF_FOLDED[close[0]]}? " if close else ""
-        raise ScheduleError(f"no schedule is named {name!r}; {hint}use one of {', '.join(SCHEDULES)}")
-    return _NAME_OF_FOLDED[folded]
+        close = difflib.get_close_matches(folded, names, n=1)
+        hint = f"did you mean {names[close[0]]}? " if close else ""
+        raise ScheduleError(f"no schedule is named {name!r}; {hint}use one of {', '.join(schedule_names())}")
+    return names[folded]
+
+
+def schedule_names() -> tuple[str, ...]:
+    """The names that `pp.schedule` takes: those built in, then those that plugins have added."""
+    return (*SCHEDULES, *(component.name for component in registry.components("pp_schedule")))
+
+
+def is_built_in(name: str) -> bool:
+    """Whether `name` is one spelling of a schedule of ours."""
+    return _folded(name) in _NAME_OF_FOLDED
+
+
+def _names_by_folded() -> dict[str, str]:
+    added = {_folded(component.name): component.name for component in registry.components("pp_schedule")}
+    return {**added, **_NAME_OF_FOLDED}
 
 
 def derive_stages_per_rank(name: str) -> int:
     """Stages per rank that schedule `name` runs with when nobody says."""
-    return SCHEDULES[normalize_schedule_name(name)].stages_per_rank
+    name = normalize_schedule_name(name)
+    added = registry.find("pp_schedule", name)
+    return SCHEDULES[name].stages_per_rank if added is None else added.stages_per_rank
 
 
 def check_sizes(name: str, pp_size: int, num_microbatches: int, stages_per_rank: int) -> list[str]:
-    """What is wrong with these sizes for schedule `name`, one message a fault; empty when it can be built."""
+    """What is wrong with these sizes for a built-in schedule, one message a fault; empty when it can be built."""
     name = normalize_schedule_name(name)
     info = SCHEDULES[name]
     sizes = {"pp_size": pp_size, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
@@ -126,7 +145,7 @@ def check_sizes(name: str, pp_size: int, num_microbatches: int, stages_per_rank:
 
 
 def rank_of_stages(name: str, pp_size: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Per stage the rank that holds it, by the placement of schedule `name`."""
+    """Per stage the rank that holds it, by the placement of the built-in schedule `name`."""
     down = list(range(pp_size))
     rows = [down if row % 2 == 0 else down[::-1] for row in range(stages_per_rank)]
     if SCHEDULES[normalize_schedule_name(name)].placement == "loop":

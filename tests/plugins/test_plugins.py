@@ -1,4 +1,4 @@
-"""A person's own model, optimizer, loss, data and learning rate: chosen by name, typed keys, the same numbers on a mesh."""
+"""A person's own model, optimizer, loss, data and learning rate: chosen by name, typed keys, equal numbers on a mesh."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from hp_train.pretrained.run_config import newest_config
 from tests.distributed.ranks import run_ranks
 from tests.distributed.same_numbers import SGD, TINY, Numbers, differences, run_one
 
-MODEL, PARTS = "tests.plugins.gated_conv", "tests.plugins.small_parts"
+MODEL, PARTS, SCHEDULE = "tests.plugins.gated_conv", "tests.plugins.small_parts", "tests.plugins.own_schedule"
 GATED = {**TINY, **SGD, "model.name": "gated_conv", "model.gated_conv.kernel_size": 3}
 ALL_PARTS = {
     **TINY, "optimizer.name": "sign_sgd", "optimizer.lr": 0.01, "trainer.loss": "penalised", "data.name": "counts",
@@ -47,7 +48,7 @@ def forget() -> None:
     registry.forget()
     plugins._loaded.clear()
     schema_tree.extend()
-    for name in (MODEL, PARTS):
+    for name in (MODEL, PARTS, SCHEDULE):
         sys.modules.pop(name, None)
 
 
@@ -66,12 +67,12 @@ def train_one(rank: int, world_size: int, root: Path, values: dict, names: list[
         forget()
 
 
-def test_a_model_of_someone_else_trains_to_the_same_numbers_on_pp_2_x_fsdp_2(tmp_path: Path) -> None:
-    mesh = {"accelerator.pp_size": 2, "fsdp.dp_shard_size": 2}
+def test_a_model_and_a_schedule_of_someone_else_train_to_the_same_numbers_on_pp_2_x_fsdp_2(tmp_path: Path) -> None:
+    mesh = {"accelerator.pp_size": 2, "fsdp.dp_shard_size": 2, "pp.schedule": "ahead_1f1b"}
     alone = run_ranks(1, train_one, tmp_path, GATED, [MODEL])[0]
-    cut = run_ranks(4, train_one, tmp_path, {**GATED, **mesh}, [MODEL])[0]
+    cut = run_ranks(4, train_one, tmp_path, {**GATED, **mesh}, [MODEL, SCHEDULE])[0]
     assert differences(alone, cut, sgd=True) == []
-    assert len(alone.weights) == 2 + 3 * TINY["model.num_layers"]
+    assert len(alone.weights) == 2 + 2 * TINY["model.num_layers"]
     assert all(gradient.norm() > 0 for gradient in cut.gradients.values())
 
 
@@ -89,6 +90,13 @@ def test_the_other_kinds_train_and_are_saved(tmp_path: Path) -> None:
     uniform = math.log(TINY["model.vocab_size"])  # what the first weights come to, within 0.1 nats
     assert rows[0]["loss"] == pytest.approx(uniform + 0.01 * uniform**2, abs=0.1), "the penalty counts"
     assert first.losses == second.losses[:3]
+
+
+def test_the_docs_show_the_model_as_it_is_and_it_takes_60_lines() -> None:
+    text = Path(__file__).with_name("gated_conv.py").read_text()
+    assert len(text.splitlines()) <= 60
+    shown = textwrap.indent(text, "    ", lambda line: bool(line.strip()))
+    assert shown in (Path(__file__).parents[2] / "docs/plugins.md").read_text()
 
 
 def test_shapes_tell_the_module(loaded: None) -> None:
