@@ -1,6 +1,6 @@
 # make demo   train a small Llama on Shakespeare, four processes, CPU or GPUs
 # make test   the test suite; make test-long what takes minutes more; make test-slurm what needs a SLURM cluster, which it starts on this machine
-# make test-pretrained   real weights (SmolLM2-135M, 93 MB) in, trained on, and out again; some 15 minutes on 2 cores
+# make test-pretrained   real weights (SmolLM2-135M, 93 MB) in, trained on, and out again; some 10 minutes on 2 cores
 # PY=python3.12 picks another interpreter; TORCH_INDEX=URL takes torch from another package index, such as that of CPU
 # builds (https://download.pytorch.org/whl/cpu). What is installed stays: a second call installs nothing.
 

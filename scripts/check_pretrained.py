@@ -3,8 +3,7 @@
     python scripts/check_pretrained.py FOLDER [STAGE ...]
 
 FOLDER is a cache: what is there is not made again, except for the runs. Stages are those of STAGES, all of them unless
-some are named. Each prints what it found and stops at the
-first thing that is not as it should be. The oracle is transformers' own LlamaForCausalLM.
+some are named. Each prints what it found and stops at the first thing that is not as it should be. The oracle is transformers' own LlamaForCausalLM.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ def main(folder: Path, stages: list[str]) -> None:
     bin_dir = Path(sys.executable).parent
     os.environ["PATH"] = f"{bin_dir}{os.pathsep}{os.environ['PATH']}"
     os.environ["HF_HUB_OFFLINE"] = "1"  # every file is here
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     for stage in stages:
         STAGES[stage](folder)
 
