@@ -23,7 +23,16 @@ from tests.distributed.fully_shard.checks import (
     rank,
     world_size,
 )
-from tests.distributed.fully_shard.models import batch, build, full, full_grads, loss_of, reference_grads, wrap
+from tests.distributed.fully_shard.models import (
+    Seeded,
+    batch,
+    build,
+    full,
+    full_grads,
+    loss_of,
+    reference_grads,
+    wrap,
+)
 from tests.distributed.fully_shard.registry import Registry
 
 REGISTRY = Registry()
@@ -235,10 +244,9 @@ def in_place_on_a_view_output(mesh: DeviceMesh) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x).view(-1, 2, 4)
 
-    class Outer(nn.Module):
+    class Outer(Seeded):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(0)
             self.views, self.out = Views(), nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -256,7 +264,7 @@ def in_place_on_a_view_output(mesh: DeviceMesh) -> None:
     assert torch.allclose(mine[0], theirs[0])
     model(x).pow(2).sum().backward()
     reference(x).pow(2).sum().backward()
-    assert_grads(model, {name: param.grad for name, param in reference.named_parameters()})
+    assert_grads(model, reference)
     assert_nothing_full(model)
 
 
@@ -337,7 +345,7 @@ def split_backward_without_hold_keeps_the_unit_full(mesh: DeviceMesh) -> None:
     block.accumulate_grads(dict(zip(full_params, grads, strict=True)))
     block.reduce_grad()
     reference(x).sum().backward()
-    assert_grads(block, {name: param.grad for name, param in reference.named_parameters()})
+    assert_grads(block, reference)
     assert_nothing_full(block)
 
 

@@ -10,7 +10,17 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from hp_train.fully_shard import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from tests.distributed.fully_shard.checks import assert_grads, assert_nothing_full, expect_collectives, rank, world_size
-from tests.distributed.fully_shard.models import Model, batch, build, full, full_grads, loss_of, reference_grads, wrap
+from tests.distributed.fully_shard.models import (
+    Model,
+    Seeded,
+    batch,
+    build,
+    full,
+    full_grads,
+    loss_of,
+    reference_grads,
+    wrap,
+)
 from tests.distributed.fully_shard.registry import Registry
 
 REGISTRY = Registry()
@@ -62,10 +72,9 @@ def other_dims_even_and_uneven(mesh: DeviceMesh) -> None:
 
 @REGISTRY.case
 def fewer_rows_than_ranks_and_scalars(mesh: DeviceMesh) -> None:
-    class Tiny(nn.Module):
+    class Tiny(Seeded):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(0)
             self.linear = nn.Linear(3, 1)
             self.gain = nn.Parameter(torch.tensor(2.0))
 
@@ -77,7 +86,7 @@ def fewer_rows_than_ranks_and_scalars(mesh: DeviceMesh) -> None:
     assert model.linear.weight.to_local().shape == ((1, 3) if rank() == 0 else (0, 3))
     model(x).sum().backward()
     reference(x).sum().backward()
-    assert_grads(model, {name: param.grad for name, param in reference.named_parameters()})
+    assert_grads(model, reference)
 
 
 @REGISTRY.case
@@ -155,10 +164,9 @@ def frozen_with_a_gradient_that_waits(mesh: DeviceMesh) -> None:
 
 @REGISTRY.case
 def parameters_without_elements(mesh: DeviceMesh) -> None:
-    class Empty(nn.Module):
+    class Empty(Seeded):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(0)
             self.linear = nn.Linear(4, 4)
             self.no_rows, self.no_width = nn.Parameter(torch.empty(0, 4)), nn.Parameter(torch.empty(3, 0))
 
@@ -170,15 +178,14 @@ def parameters_without_elements(mesh: DeviceMesh) -> None:
         fully_shard(model, mesh=mesh, comm_fusion_zero_copy=zero_copy, mode=mode)
         for each in (model, reference):
             each(torch.ones(2, 4)).backward()
-        assert_grads(model, {name: param.grad for name, param in reference.named_parameters()})
+        assert_grads(model, reference)
 
 
 @REGISTRY.case
 def complex_parameters_keep_their_imaginary_part(mesh: DeviceMesh) -> None:
-    class Complex(nn.Module):
+    class Complex(Seeded):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(0)
             self.weight = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -314,10 +321,9 @@ def cpu_offload_on_cpu(mesh: DeviceMesh) -> None:
 
 @REGISTRY.case
 def mixed_dtypes_in_one_unit(mesh: DeviceMesh) -> None:
-    class Mixed(nn.Module):
+    class Mixed(Seeded):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(0)
             self.low = nn.Linear(8, 8).bfloat16()
             self.high = nn.Linear(8, 8)
             self.table = nn.Parameter(torch.arange(8), requires_grad=False)
@@ -330,7 +336,7 @@ def mixed_dtypes_in_one_unit(mesh: DeviceMesh) -> None:
     with expect_collectives(all_gather=3, reduce_scatter=2):
         model(x).sum().backward()
     reference(x).sum().backward()
-    assert_grads(model, {name: param.grad for name, param in reference.named_parameters()}, tolerance=1e-2)
+    assert_grads(model, reference, tolerance=1e-2)
 
 
 @REGISTRY.case

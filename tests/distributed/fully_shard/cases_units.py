@@ -16,7 +16,7 @@ from tests.distributed.fully_shard.checks import (
     schedulers,
     world_size,
 )
-from tests.distributed.fully_shard.models import batch, build, full_grads, loss_of, reference_grads, wrap
+from tests.distributed.fully_shard.models import Seeded, batch, build, full_grads, loss_of, reference_grads, wrap
 from tests.distributed.fully_shard.registry import Registry
 
 REGISTRY = Registry()
@@ -24,10 +24,9 @@ REGISTRY = Registry()
 
 @REGISTRY.case
 def a_unit_whose_parameters_are_all_unused_on_some_ranks(mesh: DeviceMesh) -> None:
-    class Skip(nn.Module):
+    class Skip(Seeded):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(0)
             self.linear = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
@@ -51,7 +50,7 @@ def a_unit_whose_parameters_are_all_unused_on_some_ranks(mesh: DeviceMesh) -> No
     model(x, rank() == 0).sum().backward()
     for each in range(world_size()):
         (reference(x, each == 0).sum() / world_size()).backward()
-    assert_grads(model, {name: param.grad for name, param in reference.named_parameters()})
+    assert_grads(model, reference)
     assert_nothing_full(model)
     assert not model.hsdp_scheduler.scheduler_ctx.backward_trace
 
@@ -78,7 +77,7 @@ def two_models_that_train_against_each_other(mesh: DeviceMesh) -> None:
                 made = maker(x)
             (judge(made).sum() - judge(x).sum()).backward()
     for model, expected in zip(pair, reference, strict=True):
-        assert_grads(model, {name: param.grad for name, param in expected.named_parameters()})
+        assert_grads(model, expected)
         assert_nothing_full(model)
 
 
@@ -129,7 +128,7 @@ def a_forward_method_of_another_name(mesh: DeviceMesh) -> None:
                     outer.forward = unit.generate
                 (outer(x) if not root else unit.generate(x)).sum().backward()
             reference.generate(torch.ones(1, 4)).sum().backward()
-            assert_grads(unit, {name: param.grad for name, param in reference.named_parameters()})
+            assert_grads(unit, reference)
             assert_nothing_full(outer)
 
 
@@ -179,10 +178,9 @@ def a_unit_of_several_modules_run_in_part(mesh: DeviceMesh) -> None:
 
 @REGISTRY.case
 def a_module_called_twice(mesh: DeviceMesh) -> None:
-    class Twice(nn.Module):
+    class Twice(Seeded):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(0)
             self.inner = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -195,16 +193,15 @@ def a_module_called_twice(mesh: DeviceMesh) -> None:
     with expect_collectives(reduce_scatter=1):
         model(x).sum().backward()
     reference(x).sum().backward()
-    assert_grads(model, {name: param.grad for name, param in reference.named_parameters()})
+    assert_grads(model, reference)
     assert_nothing_full(model)
 
 
 @REGISTRY.case
 def parameters_unused_on_some_ranks_or_all(mesh: DeviceMesh) -> None:
-    class Choice(nn.Module):
+    class Choice(Seeded):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(0)
             self.first, self.second, self.never = nn.Linear(200, 200), nn.Linear(200, 200), nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
@@ -215,5 +212,5 @@ def parameters_unused_on_some_ranks_or_all(mesh: DeviceMesh) -> None:
     model(x, rank() % 2).sum().backward()
     for each in range(world_size()):
         (reference(x, each % 2).sum() / world_size()).backward()
-    assert_grads(model, {name: param.grad for name, param in reference.named_parameters()})
+    assert_grads(model, reference)
     assert model.never.weight.grad is None

@@ -17,9 +17,16 @@ from tests.distributed.fully_shard.models import full_grads
 GRAD_TOLERANCE = 2e-6
 
 
-def assert_grads(model: nn.Module, expected: dict[str, torch.Tensor | None], tolerance: float = GRAD_TOLERANCE) -> None:
-    """Every parameter's whole gradient equals the expected one within `tolerance` of its norm; None equals None."""
+def assert_grads(
+    model: nn.Module, expected: nn.Module | dict[str, torch.Tensor | None], tolerance: float = GRAD_TOLERANCE
+) -> None:
+    """Every parameter's whole gradient equals the expected one within `tolerance` of its norm; None equals None.
+
+    `expected` may be a module that is not sharded, whose gradients are meant.
+    """
     grads = full_grads(model)
+    if isinstance(expected, nn.Module):
+        expected = {name: param.grad for name, param in expected.named_parameters()}
     assert grads.keys() == expected.keys()
     for name, wanted in expected.items():
         grad = grads[name]

@@ -9,6 +9,14 @@ from torch import nn
 from torch.nn import functional as F
 
 
+class Seeded(nn.Module):
+    """Two of a kind start with the same parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+
+
 class Block(nn.Module):
     """A residual block with big and small, matrix and vector parameters."""
 
