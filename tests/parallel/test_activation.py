@@ -10,14 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hp_train.config.schema import ModelSection
+from hp_train.config.schema import ModelSection, TrainerConfig
+from hp_train.config.validate import faults
 from hp_train.models.initial_weights import initialize
 from hp_train.models.llama import Llama
 from hp_train.models.shapes import parameter_shapes
 from hp_train.parallel.activation import COSTLY_OPERATORS, apply_activation_checkpointing, compile_blocks
+from hp_train.pipeline_parallel.backward_split import backward_input, backward_weight
 from tests.distributed.ranks import run_ranks
 
 CONFIG = ModelSection(vocab_size=64, dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=160)
@@ -195,3 +198,34 @@ def test_sharded_blocks_recompute_to_the_same_bits(in_bf16: bool) -> None:
 
 def test_sharded_blocks_compile_to_the_same_numbers() -> None:
     assert run_ranks(1, _under_fsdp, [("full", True)], False) == [[]]  # one rank: each would compile for itself
+
+
+def test_selective_is_refused_where_the_two_halves_of_backward_run_apart() -> None:
+    config = TrainerConfig()
+    config.accelerator.pp_size, config.trainer.global_batch_size = 2, 16
+    for mode, schedule, is_refused in (
+        ("selective", "zb_h1", True), ("selective", "1f1b", False), ("full", "zb_h1", False), ("none", "zb_h1", False),
+    ):  # fmt: skip
+        config.activation_checkpoint.mode, config.pp.schedule = mode, schedule
+        told = (
+            "activation_checkpoint.mode=selective does not work with pp.schedule=zb_h1, which runs the two halves of "
+        )
+        assert any(fault.startswith(told) for fault in faults(config)) == is_refused, (mode, schedule)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_what_is_refused_would_fail_amid_the_first_step(mode: str) -> None:
+    """Once torch recomputes selectively in both halves, the rule above can go."""
+    stage = build(mode, layers=range(2, 4), embedding=False)
+    hidden = torch.randn(BATCH, SEQ, CONFIG.dim, requires_grad=True)
+    roots = [get_gradient_edge(stage(hidden, targets=TOKENS))]
+    _, pending = backward_input(roots, [torch.ones(())], [hidden])
+    if mode == "selective":
+        with pytest.raises(RuntimeError, match="backward an extra time"):
+            backward_weight(pending)
+        return
+    backward_weight(pending)
+    whole = build("none", layers=range(2, 4), embedding=False)
+    whole(hidden.detach(), targets=TOKENS).backward()
+    for split, expected in zip(stage.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(split.grad, expected.grad)
