@@ -18,10 +18,18 @@ OWNER_FILE = "owner.json"
 _ATTEMPT = re.compile(r"attempt_(\d+)")
 
 
+def begun_attempts(run_dir: Path) -> list[int]:
+    """Return the numbers of the attempts that have begun, in order."""
+    try:
+        found = map(_ATTEMPT.fullmatch, os.listdir(run_dir / "logs"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(match[1]) for match in found if match)
+
+
 def newest_attempt(run_dir: Path) -> int:
     """Return the highest attempt that has begun, 0 where none has."""
-    found = [_ATTEMPT.fullmatch(entry.name) for entry in (run_dir / "logs").glob("attempt_*")]
-    return max((int(match[1]) for match in found if match), default=0)
+    return max(begun_attempts(run_dir), default=0)
 
 
 class Fence:
@@ -29,7 +37,7 @@ class Fence:
 
     def __init__(self, run_dir: Path, attempt: int) -> None:
         self._run_dir = run_dir
-        self._attempt = attempt
+        self.attempt = attempt
         self._watched = (os.fspath(run_dir / "logs"), os.fspath(run_dir / OWNER_FILE))
         self._seen: tuple = ()
 
@@ -38,16 +46,16 @@ class Fence:
         newer = self.newer_attempt()
         if newer is not None:
             raise SupersededError(
-                f"attempt {newer} has taken over {self._run_dir}: attempt {self._attempt} stops without writing"
+                f"attempt {newer} has taken over {self._run_dir}: attempt {self.attempt} stops without writing"
             )
 
     def newer_attempt(self) -> int | None:
         """Return the number of a newer attempt, None if there is none."""
         now = tuple(map(_stamp, self._watched))
-        if now == self._seen or self._attempt == 0:
+        if now == self._seen or self.attempt == 0:
             return None
         newest = max(newest_attempt(self._run_dir), _owning_attempt(self._run_dir))
-        if newest > self._attempt:
+        if newest > self.attempt:
             return newest
         self._seen = now
         return None

@@ -14,9 +14,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from hp_train.checkpoint.fence import begun_attempts
 from hp_train.launch.files import damaged, read_json
+from hp_train.launch.run_dir import attempt_dir
 
 WINDOW = 50  # steps over which times are averaged for the estimate of the end
+_TAIL_BYTES = 64 * 1024  # of metrics.jsonl: some hundred rows, among them the last evaluation of most runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,18 @@ def read_rows(path: Path) -> list[StepRow]:
     return rows_of(LineTail(path).poll())
 
 
+def read_last_rows(path: Path) -> list[StepRow]:
+    """Return the last rows of a metrics.jsonl, some hundred, without reading the rest; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return rows_of(lines[1:] if size > _TAIL_BYTES else lines)
+
+
 def rows_of(lines: Iterable[str]) -> list[StepRow]:
     """Return the rows that `lines` hold; a line that a crash tore, or a disk damaged, is none."""
     rows = []
@@ -88,14 +103,20 @@ def rows_of(lines: Iterable[str]) -> list[StepRow]:
     return rows
 
 
-def read_facts(attempt_dir: Path) -> AttemptFacts | None:
-    """Return attempt.json of an attempt, None before rank 0 has written it."""
-    path = attempt_dir / "attempt.json"
+def read_facts(folder: Path) -> AttemptFacts | None:
+    """Return attempt.json in an attempt's folder, None before rank 0 has written it. Raises ConfigError."""
+    path = folder / "attempt.json"
     found = read_json(path)
     try:
         return None if found is None else _pick(AttemptFacts, found)
     except TypeError as error:
         raise damaged(path, str(error)) from None
+
+
+def newest_facts(run_dir: Path) -> AttemptFacts | None:
+    """Return attempt.json of the last attempt whose workers stood, None if none did. Raises ConfigError."""
+    found = (read_facts(attempt_dir(run_dir, attempt)) for attempt in reversed(begun_attempts(run_dir)))
+    return next((facts for facts in found if facts is not None), None)
 
 
 @dataclass(slots=True)

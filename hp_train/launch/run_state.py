@@ -47,10 +47,13 @@ def read_state(run_dir: Path) -> RunState:
             job = find_job(job_id)
         except SlurmError as error:
             note = str(error)
+    return RunState(run_dir, job, newest_outcome(run_dir), living_owner(run_dir) is not None, note)
+
+
+def newest_outcome(run_dir: Path) -> Outcome | None:
+    """Return how the newest attempt ended, None if there is none or it left no word."""
     newest = newest_attempt(run_dir)
-    return RunState(
-        run_dir, job, read_outcome(run_dir, newest) if newest else None, living_owner(run_dir) is not None, note
-    )
+    return read_outcome(run_dir, newest) if newest else None
 
 
 def describe_state(state: RunState) -> list[str]:

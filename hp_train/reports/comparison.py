@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from hp_train.config.yaml_text import read as read_yaml
 from hp_train.errors import ConfigError
 from hp_train.launch.files import read_json
 from hp_train.launch.find_run import CONFIG_FILE
@@ -72,8 +73,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     """Return a run's config.yaml as dotted key -> value. Raises ConfigError when it cannot be read."""
     path = run_dir / CONFIG_FILE
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        return dict(_flat(tree, ""))
+        return dict(_flat(read_yaml(path.read_text(encoding="utf-8")), ""))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
 

@@ -1,7 +1,8 @@
 """One web page on a run, whole in itself: no script, style, font or picture from elsewhere. No torch.
 
-Everything is read from the run directory: rows of metrics.jsonl, facts and ends of the attempts, the config, and pictures of
-measured pipeline steps where pp.trace_steps asked for them. Texts of the run are escaped, pictures are embedded as images.
+Everything is read from the run directory: rows of metrics.jsonl, facts and ends of the attempts, the config, and
+pictures of measured pipeline steps where pp.trace_steps asked for them. Texts of the run are escaped, pictures are
+embedded as images.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from hp_train.checkpoint.fence import begun_attempts
 from hp_train.config.schema_tree import LEAVES, spell
 from hp_train.launch import units
-from hp_train.launch.history import AttemptFacts, StepRow, read_facts
+from hp_train.launch.history import AttemptFacts, StepRow, newest_facts, read_facts
 from hp_train.launch.outcome import read_outcomes
 from hp_train.launch.plain_log import mean, speed_text
 from hp_train.launch.run_dir import attempt_dir
 from hp_train.reports.charts import Chart, Series, draw_chart
 from hp_train.reports.comparison import read_config
 from hp_train.reports.page_style import SCRIPT, STYLE
-from hp_train.reports.run_listing import all_rows, attempts_of, read_listing
+from hp_train.reports.run_listing import all_rows, read_listing
 
 _UNKNOWN = "unknown"
 
@@ -32,7 +34,7 @@ def page_of(run_dir: Path) -> str:
     """Return the page as HTML. Raises ConfigError when the config cannot be read."""
     rows = all_rows(run_dir)
     config = read_config(run_dir)
-    facts = _newest_facts(run_dir)
+    facts = newest_facts(run_dir)
     sections = [
         _head(run_dir, config),
         _tiles(rows, facts),
@@ -53,19 +55,14 @@ def page_of(run_dir: Path) -> str:
     )
 
 
-def _newest_facts(run_dir: Path) -> AttemptFacts | None:
-    found = [read_facts(attempt_dir(run_dir, attempt)) for attempt in attempts_of(run_dir)]
-    known = [facts for facts in found if facts is not None]
-    return known[-1] if known else None
-
-
 def _head(run_dir: Path, config: dict[str, Any]) -> str:
     state = read_listing(run_dir)
     written = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     steps = f"step {state.step:,} of {state.max_steps:,}" if state.max_steps else f"step {state.step:,}"
     return (
         f"<h1>{escape(run_dir.parent.name)}/{escape(run_dir.name)}</h1>"
-        f'<p class="sub">{escape(state.state)} at {steps} &middot; {escape(str(run_dir))} &middot; written {written}</p>'
+        f'<p class="sub">{escape(state.state)} at {steps} &middot; {escape(str(run_dir))} &middot; '
+        f"written {written}</p>"
     )
 
 
@@ -169,16 +166,16 @@ def _step_of(picture: Path) -> tuple[int, str]:
 
 
 def _attempts(run_dir: Path) -> str:
-    facts = {attempt: read_facts(attempt_dir(run_dir, attempt)) for attempt in attempts_of(run_dir)}
+    facts = {attempt: read_facts(attempt_dir(run_dir, attempt)) for attempt in begun_attempts(run_dir)}
     ends = {outcome.attempt: outcome for outcome in read_outcomes(run_dir)}
     rows = []
     for attempt in sorted({*facts, *ends}):
         known, end = facts.get(attempt), ends.get(attempt)
-        rows.append((
-            str(attempt), "" if known is None else f"{known.first_step:,}", known.resumed_from or "" if known else "",
-            "no word of its end" if end is None else end.cause.value, "" if end is None else f"{end.last_step or end.step:,}",
-            "" if end is None else end.message,
-        ))  # fmt: skip
+        begin = ("", "") if known is None else (f"{known.first_step:,}", known.resumed_from or "")
+        how = ("no word of its end", "", "")
+        if end is not None:
+            how = (end.cause.value, f"{end.last_step or end.step:,}", end.message)
+        rows.append((str(attempt), *begin, *how))
     if not rows:
         return ""
     return f"<h2>Attempts</h2>{_table(('attempt', 'first step', 'from', 'end', 'last step', ''), rows)}"

@@ -74,9 +74,9 @@ def test_many_runs_are_listed_at_once_and_damage_is_passed_over(told, tmp_path: 
         shutil.copytree(
             first, tmp_path / "runs" / "a" / f"{number:04}", copy_function=lambda a, b: Path(b).symlink_to(a)
         )
-    (first / "outcome.json").write_text("{")
+    (first / "logs" / "attempt_1" / "outcome.json").write_text("{")
     with (first / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2001, "lo')
+        file.write('7\n{"step": 2001, "lo')
     started = time.process_time()
     code, lines, _ = told("runs", "-n", "0")
     assert code == 0 and len(lines) == 121
