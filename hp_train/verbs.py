@@ -1,4 +1,4 @@
-"""The verbs of `hp-train`, each with its line for the help. Ground floor: imports nothing, so that the command starts at once.
+"""The verbs of `hp-train`, each with its line for the help. Ground floor: imports nothing, and so starts at once.
 
 A verb `NAME` is the module `hp_train.commands.NAME` with `add_arguments(parser)` and `run(args) -> int`.
 """

@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from hp_train import cli
-from hp_train.commands import resume as resume_command
 from hp_train.commands import train as train_command
 from hp_train.config.compose import compose
 from hp_train.config.schema import TrainerConfig
 from hp_train.config.schema_tree import GROUPS, LEAVES
 from hp_train.config.search_path import RECIPES
+from hp_train.launch import start
 from hp_train.verbs import VERBS
 from tests.command import hp_train, slowness_of_this_machine
 
@@ -187,7 +187,7 @@ def test_resume_hands_over_the_changed_config(tmp_path: Path, monkeypatch: pytes
         calls.append((run_dir, config, more))
         return 0
 
-    monkeypatch.setattr(resume_command, "resume_run", resume_run)
+    monkeypatch.setattr(start, "resume_run", resume_run)
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "run"
     run_dir.mkdir()

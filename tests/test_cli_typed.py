@@ -19,7 +19,8 @@ PLAIN = "a=b #c @d *e %f ,g [h {i ]j }k ~n"
 def test_each_kind_of_value_is_taken_as_typed(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     done = hp_train(
-        "--cfg", "job", f"trainer.run_name={PLAIN}", "trainer.run_dir=/data/my runs/x=1,y=[2]", "data.path=~/tokens, all",
+        "--cfg", "job", f"trainer.run_name={PLAIN}", "trainer.run_dir=/data/my runs/x=1,y=[2]",
+        "data.path=~/tokens, all",
         "trainer.max_steps=1e5", "optimizer.lr=1e-3", "pp.layer_split=8-8", "optimizer.betas=0.9-0.95",
         "trainer.compile=TRUE", "launcher.time=1-00:00:00", "data.val_path=null", "model.rope_scaling={factor:4}",
         "fsdp.reshard_after_forward=false", "launcher.nproc_per_node=2", "trainer.runs_root='null'",

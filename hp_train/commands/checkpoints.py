@@ -13,6 +13,7 @@ from hp_train.checkpoint.inspection import CheckpointRecord, inspect
 from hp_train.checkpoint.layout import LATEST, write_durably
 from hp_train.checkpoint.retention import delete_folder
 from hp_train.checkpoint.size import size_text
+from hp_train.commands.arguments import add_run_dir
 from hp_train.config.schema import CheckpointSection
 from hp_train.errors import ConfigError, ExitCode
 from hp_train.launch.find_run import find_run
@@ -22,7 +23,7 @@ from hp_train.launch.units import duration_text
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run: its directory, last, or the end of its id")
+    add_run_dir(parser)
     parser.add_argument("--verify", action="store_true", help="read every file and hold it against its checksum")
     parser.add_argument(
         "--prune",

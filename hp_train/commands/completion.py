@@ -1,7 +1,7 @@
 """`hp-train completion bash|zsh|fish`: print the script that lets the shell complete hp-train by the tab key. No torch.
 
-Installed by one line, which the head of each script names. The scripts ask `hp-train completion --candidates WORD...` what
-may stand where the cursor is; they know nothing of verbs and keys themselves.
+Installed by one line, which the head of each script names. The scripts ask `hp-train completion --candidates WORD...`
+what may stand where the cursor is; they know nothing of verbs and keys themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ complete -F _hp_train hp-train
 """
 
 _ZSH = r"""#compdef hp-train
-# Completes hp-train in zsh. To install: hp-train completion zsh > ~/.hp-train.zsh && echo '. ~/.hp-train.zsh' >> ~/.zshrc
+# Completes hp-train in zsh. To install:
+#   hp-train completion zsh > ~/.hp-train.zsh && echo '. ~/.hp-train.zsh' >> ~/.zshrc
 # For this shell only: eval "$(hp-train completion zsh)"
 _hp_train() {
     local line text command=${(Q)words[1]}
@@ -56,7 +57,8 @@ _hp_train() {
 compdef _hp_train hp-train
 """
 
-_FISH = r"""# Completes hp-train in fish. To install: hp-train completion fish > ~/.config/fish/completions/hp-train.fish
+_FISH = r"""# Completes hp-train in fish. To install:
+#   hp-train completion fish > ~/.config/fish/completions/hp-train.fish
 # For this shell only: hp-train completion fish | source
 function __hp_train_candidates
     set -l words (commandline -opc)

@@ -12,8 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hp_train.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:  # it imports numpy
+    from hp_train.data.prepare import Progress
 
 MAX_WORKERS = 1024
 PLAIN_REPORT_EVERY_S = 10.0
@@ -29,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help=".txt (a document each, or see --separator), .jsonl (a document a line), these .gz, .parquet (a document a "
-        "row), a folder of them, or hf:NAME, a Hugging Face dataset of the hub or of a folder",
+        help=".txt (a document each, or see --separator), .jsonl (a document a line), these .gz, .parquet (a document "
+        "a row), a folder of them, or hf:NAME, a Hugging Face dataset of the hub or of a folder",
     )
     prepare.add_argument(
         "--tokenizer",
@@ -121,22 +125,22 @@ def _option_faults(args: argparse.Namespace) -> list[str]:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable]:
-    """A function to call with each `Progress`: draws a bar on a terminal, else prints a line now and then."""
+def _progress() -> Iterator[Callable[[Progress], None]]:
+    """Yield what is called with each `Progress`: it draws a bar on a terminal, else prints a line now and then."""
     if not sys.stderr.isatty():
         yield _PlainReport()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich import progress as bars
 
     columns = (
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+        bars.TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with bars.Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=None)
         yield lambda progress: bar.update(
             task, completed=progress.read_bytes, total=progress.total_bytes, description=_counts(progress)
@@ -149,7 +153,7 @@ class _PlainReport:
     def __init__(self) -> None:
         self._last = time.monotonic()
 
-    def __call__(self, progress) -> None:
+    def __call__(self, progress: Progress) -> None:
         now = time.monotonic()
         if now - self._last < PLAIN_REPORT_EVERY_S:
             return
@@ -163,5 +167,5 @@ class _PlainReport:
         )
 
 
-def _counts(progress) -> str:
+def _counts(progress: Progress) -> str:
     return f"{progress.num_documents:,} documents, {progress.num_tokens:,} tokens"

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from hp_train.config.compose import Composition, compose_request
+from hp_train.commands.arguments import add_config_dir
 from hp_train.config.key_check import unknown_key
 from hp_train.config.provenance import Setting, Trace, trace
 from hp_train.config.schema_tree import GROUPS, LEAVES, SECTIONS, spell, value_at
 from hp_train.config.search_path import SearchPath, search_path
 from hp_train.errors import ConfigError
 
+if TYPE_CHECKING:  # it imports Hydra, which completion does without
+    from hp_train.config.compose import Composition
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     usage = "[recipe=NAME] [key=value ...] KEY"
     parser.add_argument("words", nargs="+", metavar=usage, help="what is composed, and a key or a group")
-    parser.add_argument("--config-dir", metavar="DIR", help="a folder with recipes and options of your own")
+    add_config_dir(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print each key's value with the chain of places that set it. Raises ConfigError."""
+    from hp_train.config.compose import compose_request
+
     overrides = [word for word in args.words if "=" in word]
     keys = [word for word in args.words if "=" not in word]
     if not keys:

@@ -7,6 +7,7 @@ import shlex
 import time
 from pathlib import Path
 
+from hp_train.commands.arguments import add_run_dir, whole_number
 from hp_train.errors import ConfigError, ExitCode
 from hp_train.launch.find_run import find_run
 
@@ -15,7 +16,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run: its directory, last, or the end of its id")
+    add_run_dir(parser)
     parser.add_argument("--to", required=True, metavar="DIR", help="folder to make; must not exist yet")
     parser.add_argument(
         "--dtype", default="fp32", metavar="|".join(DTYPES), help="of the weights (fp32, as they were trained)"
@@ -54,17 +55,10 @@ def run(args: argparse.Namespace) -> int:
         done = export.export(weights, config.model, tokenizer, to, export.DTYPES[args.dtype])
     files = "1 file" if done.num_files == 1 else f"{done.num_files} files"
     print(
-        f"{to}: step {done.step}, {done.num_parameters:,} parameters as {args.dtype}, {done.num_bytes / 1e6:,.1f} MB in "
-        f"{files}, {time.monotonic() - started:.1f} s"
+        f"{to}: step {done.step}, {done.num_parameters:,} parameters as {args.dtype}, "
+        f"{done.num_bytes / 1e6:,.1f} MB in {files}, {time.monotonic() - started:.1f} s"
     )
     if tokenizer.name is None:
         print(f"without a tokenizer: data={config.data.name} has no text; name one with --tokenizer")
     print(f"train on from it: hp-train model.pretrained={shlex.quote(str(to))} data=tokens data.path=...")
     return ExitCode.DONE
-
-
-def whole_number(option: str, text: str, low: int) -> tuple[int | None, list[str]]:
-    """Return the whole number that an option was given, or what is wrong with it."""
-    if text.isascii() and text.isdigit() and int(text) >= low:
-        return int(text), []
-    return None, [f"{option} {text} is not a whole number of at least {low}"]

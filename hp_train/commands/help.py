@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from hp_train.commands.arguments import add_config_dir
 from hp_train.commands.verb_parser import parser_of
 from hp_train.config.help_text import help_on, overview
 from hp_train.config.schema_tree import SECTIONS
@@ -16,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "topic", nargs="?", metavar="GROUP|KEY|VERB", help="what to tell about; without it, an overview"
     )
-    parser.add_argument("--config-dir", metavar="DIR", help="a folder with recipes and options of your own")
+    add_config_dir(parser)
 
 
 def run(args: argparse.Namespace) -> int:

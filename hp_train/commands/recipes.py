@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from hp_train.commands.arguments import add_config_dir
 from hp_train.config.rules_mesh import known_mesh
 from hp_train.config.schema import TrainerConfig
 from hp_train.config.search_path import RECIPE_GROUP, SearchPath, description_of, search_path, ships, shown
@@ -15,7 +16,7 @@ _NOT_OURS = ("data.",)  # data that is brought along is not there yet, which is 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("--config-dir", metavar="DIR", help="a folder with recipes of your own")
+    add_config_dir(parser)
 
 
 def run(args: argparse.Namespace) -> int:

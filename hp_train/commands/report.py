@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from hp_train.commands.arguments import add_run_dir
 from hp_train.errors import ConfigError
 from hp_train.launch.files import write_text
 from hp_train.launch.find_run import find_run
@@ -14,9 +15,7 @@ _NAME = "report.html"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
-        "run_dir", metavar="RUN_DIR", help="the run to report on: its directory, last, or the end of its id"
-    )
+    add_run_dir(parser, "the run to report on")
     parser.add_argument("--out", metavar="FILE", help=f"file to write; default: {_NAME} in the run directory")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from hp_train.config.key_check import a_key_of
 from hp_train.config.near_match import did_you_mean, nearest, nearest_key
 from hp_train.config.schema_tree import GROUPS, LEAVES
 from hp_train.config.search_path import RECIPE_GROUP, search_path
@@ -25,7 +26,7 @@ def wrong_verb(arguments: Sequence[str]) -> str:
     if word in (RECIPE_GROUP, *GROUPS, *LEAVES) and len(arguments) > 1 and "=" not in arguments[1]:
         return f"{shown} {arguments[1]} lacks the =: type {_command(f'{word}={arguments[1]}', *arguments[2:])}"
     if word in (RECIPE_GROUP, *GROUPS):
-        options = ", ".join(path.options_of(word)) or f"a key, such as {_a_key(word)}=..."
+        options = ", ".join(path.options_of(word)) or f"a key, such as {a_key_of(word)}=..."
         return f"{shown} needs a value, {word}=...: {options}; hp-train help {word} tells more"
     near = did_you_mean([nearest(word, VERBS)])
     if not near:
@@ -58,10 +59,6 @@ def unknown_option(unknown: Sequence[str], arguments: Sequence[str], known: Sequ
 
 
 _ENDS = {key.rpartition(".")[2] for key in LEAVES}
-
-
-def _a_key(group: str) -> str:
-    return next(key for key in LEAVES if key.startswith(f"{group}."))
 
 
 def _command(*words: str) -> str:

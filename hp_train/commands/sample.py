@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 
-from hp_train.commands.export import whole_number
+from hp_train.commands.arguments import add_run_dir, whole_number
+from hp_train.config.schema import ModelSection
 from hp_train.errors import ConfigError, ExitCode
 from hp_train.launch.find_run import find_run
 
@@ -15,7 +16,7 @@ MAX_SEED = 2**63 - 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run: its directory, last, or the end of its id")
+    add_run_dir(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to go on from")
     parser.add_argument(
         "--max-tokens", default=str(MAX_TOKENS), metavar="N", help=f"tokens to make at most ({MAX_TOKENS})"
@@ -86,12 +87,13 @@ def _generate(args: argparse.Namespace, max_tokens: int, temperature: float, see
     print()
 
 
-def _check_prompt(prompt: list[int], max_tokens: int, model) -> None:
+def _check_prompt(prompt: list[int], max_tokens: int, model: ModelSection) -> None:
     if not prompt:
         raise ConfigError("--prompt has no tokens; give some text to go on from")
     if max(prompt) >= model.vocab_size:
         raise ConfigError(
-            f"--prompt has token id {max(prompt)}, beyond model.vocab_size={model.vocab_size}; is the tokenizer the run's?"
+            f"--prompt has token id {max(prompt)}, beyond model.vocab_size={model.vocab_size}; is the tokenizer the "
+            "run's?"
         )
     room = model.max_seq_len - len(prompt)
     if room < 1:

@@ -8,33 +8,37 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hp_train.config.compose import Composition, examine, run_hydra
-from hp_train.config.override_check import check_request
-from hp_train.config.rules_slurm import array_tasks
-from hp_train.config.search_path import search_path
+from hp_train.commands.arguments import add_config_dir, add_overrides
+from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ConfigError
-from hp_train.launch import slurm_tools
-from hp_train.launch.submit import Submission, print_script, submit_again, submit_runs
+
+if TYPE_CHECKING:  # it imports Hydra, as what the functions below import does: completion does without
+    from hp_train.config.compose import Composition
+
+_TASK = "SLURM_ARRAY_TASK_ID"  # what SLURM calls a task's number, and a config refers to
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="recipe=NAME and what differs from it"
-    )
+    add_overrides(parser, "recipe=NAME and what differs from it")
     parser.add_argument(
         "--dry-run", "--print", action="store_true", help="write the job script to stdout, nothing else"
     )
     parser.add_argument("--multirun", "-m", action="store_true", help="one job for each combination of values key=a,b")
-    parser.add_argument("--config-dir", metavar="DIR", help="a folder with recipes and options of your own")
+    add_config_dir(parser)
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Compose and check as `train` does, then submit. Raises ConfigError."""
     from hp_train.commands.train import check, run_to_go_on_with, warn
+    from hp_train.config.compose import run_hydra
+    from hp_train.config.override_check import check_request
+    from hp_train.config.search_path import search_path
 
     path = search_path(args.config_dir)
     request = check_request(args.overrides, path, multirun=args.multirun)
@@ -57,7 +61,12 @@ def start(job: Composition, argv: list[str], run_dir: Path | None = None, *, scr
 
     Raises ConfigError if SLURM refuses it.
     """
-    runs = _runs_of(job, argv) if run_dir is None else [Submission(job.config, job.recipe or "", list(job.overrides))]
+    from hp_train.launch import slurm_tools
+    from hp_train.launch.submit import Submission, print_script, submit_again, submit_runs
+
+    runs = [Submission(job.config, job.recipe or "", list(job.overrides))]
+    if run_dir is None and job.config.launcher.array is not None:
+        runs = [replace(runs[0], config=config, task=task) for task, config in _tasks_of(job)]
     if script_only:
         print_script(runs[0], run_dir)
         return 0
@@ -75,25 +84,21 @@ def start(job: Composition, argv: list[str], run_dir: Path | None = None, *, scr
     return 0
 
 
-def _runs_of(job: Composition, argv: list[str]) -> list[Submission]:
-    """Return the run of a job, or those of its array: each composed with $SLURM_ARRAY_TASK_ID as its task has it."""
-    if job.config.launcher.array is None:
-        return [Submission(job.config, job.recipe or "", list(job.overrides))]
-    runs = []
-    for task in array_tasks(job.config.launcher.array):
-        os.environ["SLURM_ARRAY_TASK_ID"] = str(task)
-        composed = examine(job.overrides, _config_dir(argv))
-        if composed.faults:
-            raise ConfigError(*(f"{message} (task {task} of launcher.array)" for message in composed.messages))
-        runs.append(Submission(composed.config, job.recipe or "", list(job.overrides), task))
-    del os.environ["SLURM_ARRAY_TASK_ID"]
-    return runs
+def _tasks_of(job: Composition) -> Iterator[tuple[int, TrainerConfig]]:
+    """Yield the tasks of a job's array, each with the config that $SLURM_ARRAY_TASK_ID gives it. Raises ConfigError."""
+    from hp_train.config.compose import compose_request
+    from hp_train.config.override_check import check_request
+    from hp_train.config.rules_slurm import array_tasks
 
-
-def _config_dir(argv: Sequence[str]) -> str | None:
-    """Return what --config-dir was given."""
-    for position, word in enumerate(argv):
-        name, equals, value = word.partition("=")
-        if name in ("--config-dir", "-cd"):
-            return value if equals else argv[position + 1]
-    return None
+    before = os.environ.get(_TASK)
+    try:
+        for task in array_tasks(job.config.launcher.array):
+            os.environ[_TASK] = str(task)
+            composed = compose_request(check_request(job.overrides, job.path))
+            if composed.faults:
+                raise ConfigError(*(f"{message} (task {task} of launcher.array)" for message in composed.messages))
+            yield task, composed.config
+    finally:
+        del os.environ[_TASK]
+        if before is not None:
+            os.environ[_TASK] = before

@@ -11,6 +11,7 @@ from hp_train.checkpoint.fit import checkpoint_misfits
 from hp_train.checkpoint.layout import newest_committed
 from hp_train.config.compose import Composition
 from hp_train.config.faults import is_unknown
+from hp_train.config.rules_batch import known_num_microbatches
 from hp_train.config.schema import TrainerConfig
 from hp_train.config.schema_tree import LEAVES
 from hp_train.config.validate import faults, warnings
@@ -18,7 +19,6 @@ from hp_train.errors import ConfigError, ExitCode
 from hp_train.launch.devices import plan_processes
 from hp_train.launch.run_dir import holds_run
 from hp_train.launch.start import machine_faults, resume_run, start_run
-from hp_train.topology import BatchPlan
 
 _MACHINE_READS = ("accelerator.", "fsdp.", "model.", "launcher.", "optimizer.name", "trainer.device", "trainer.run")
 
@@ -119,11 +119,10 @@ def _pipeline_faults(config: TrainerConfig) -> list[str]:
         return []
     from hp_train.pipeline_plan import plan_pipeline
 
-    trainer = config.trainer
-    dp_size = config.fsdp.dp_replicate_size * config.fsdp.dp_shard_size
-    batch = BatchPlan(trainer.global_batch_size, dp_size, trainer.micro_batch_size, trainer.seq_len)
+    num_microbatches = known_num_microbatches(config)
+    assert num_microbatches is not None, "the rules on mesh and batch have passed"
     try:
-        plan_pipeline(config, batch.num_microbatches)
+        plan_pipeline(config, num_microbatches)
     except ConfigError as error:
         return list(error.messages)
     return []

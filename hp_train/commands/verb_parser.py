@@ -7,6 +7,7 @@ import importlib
 from types import ModuleType
 from typing import NoReturn
 
+from hp_train.commands.arguments import add_config_dir
 from hp_train.errors import ConfigError
 from hp_train.verbs import VERBS
 
@@ -42,7 +43,7 @@ def parser_of(verb: str) -> VerbParser:
 
 
 def train_parser() -> VerbParser:
-    """Return the parser of `hp-train [train]`: Hydra's options but those that would replace our config or unpickle files."""
+    """Return the parser of `hp-train [train]`: Hydra's options, those left out that replace our config or unpickle."""
     parser = VerbParser(prog="hp-train", add_help=False, allow_abbrev=False, usage="hp-train --help")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--help", "-h", action="store_true", help="verbs, options and groups")
@@ -51,7 +52,7 @@ def train_parser() -> VerbParser:
     parser.add_argument("--resolve", action="store_true", help="with --cfg: the values of interpolations")
     parser.add_argument("--package", "-p", metavar="GROUP", help="with --cfg: one group of the config")
     parser.add_argument("--multirun", "-m", action="store_true", help="a run for each combination of key=a,b")
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with recipes and options of your own")
+    add_config_dir(parser, "-cd")
     parser.add_argument(
         "--info", "-i", choices=("config", "defaults", "defaults-tree", "searchpath"), help="how the config comes about"
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from hp_train.config.schema_tree import GROUPS, LEAVES, entry_of
 from hp_train.config.search_path import RECIPE_GROUP
-from hp_train.config.typed_value import Unreadable, is_interpolated, quoted, read_value, split_top, unquoted
+from hp_train.config.typed_value import key_of, quoted, read_value, split_top, text_of, unquoted
 
 _SWEEP = re.compile(r"(choice|range|interval|glob|sort|shuffle|tag)\(.*\)", re.DOTALL)
 _PAIR = re.compile(r"[^\s{}\[\],:'\"]+:[^,]*")
@@ -57,11 +57,10 @@ def read_argument(typed: str, *, multirun: bool = False) -> Argument:
 
     multirun: whether commas separate the values of several jobs. Raises Unreadable.
     """
-    left, _, text = typed.partition("=")
-    key = left.strip().lstrip("+").strip()
+    key, text = key_of(typed), typed.partition("=")[2]
     typed = f"{key}={text}"
     if key.startswith("hydra."):
-        return Argument(typed, key, (text.strip() if unquoted(text.strip()) is None else unquoted(text.strip()),))
+        return Argument(typed, key, (text_of(text),))
     if (entry := entry_of(key)) is not None:
         return Argument(typed, entry[0].key, ({entry[1]: read_value(key, text)},), adds=True)
     leaf = LEAVES.get(key)
@@ -87,10 +86,6 @@ def may_sweep(key: str, text: str, *, multirun: bool) -> bool:
 
 def _read(key: str, text: str) -> Any:
     if key in GROUPS or key == RECIPE_GROUP:
-        name = text.strip()
-        inside = unquoted(name)
-        return inside if inside is not None else None if name == "null" else name
+        return None if text.strip() == "null" else text_of(text)
     return read_value(key, text)
 
-
-__all__ = ["Argument", "Unreadable", "is_interpolated", "read_argument"]

@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hp_train.config import sources
 from hp_train.config.faults import EVERYTHING, Fault
-from hp_train.config.key_check import check_value, is_interpolation
+from hp_train.config.key_check import check_value
 from hp_train.config.override_check import Request, check_request
 from hp_train.config.paths import expand_home
 from hp_train.config.schema import TrainerConfig
@@ -45,7 +45,7 @@ from hp_train.config.schema_tree import (
     value_at,
 )
 from hp_train.config.search_path import CONFIGS, SearchPath, name_of, search_path
-from hp_train.config.typed_value import Unreadable, read_value
+from hp_train.config.typed_value import Unreadable, is_interpolation, key_of, read_value
 from hp_train.config.yaml_text import read as read_yaml
 from hp_train.errors import ConfigError
 
@@ -64,6 +64,7 @@ class Composition:
     overrides: tuple[str, ...]  # as typed; composing them again gives the same config
     faults: tuple[Fault, ...] = field(default=())
     notes: tuple[str, ...] = ()  # warnings about the files that it is composed from
+    path: SearchPath = field(default_factory=SearchPath)  # where those were looked for
 
     @property
     def messages(self) -> list[str]:
@@ -205,15 +206,18 @@ def finish(
         unknown = [*(key for key in unknown if key != EVERYTHING), *(key for key in LEAVES if key not in known)]
     faults.extend(check_config(config, unknown))
     recipe = None if request.recipe is None else name_of(request.recipe)
-    return Composition(config, recipe, tuple(request.overrides), tuple(faults), tuple(request.files.notes))
+    notes = tuple(request.files.notes)
+    return Composition(config, recipe, tuple(request.overrides), tuple(faults), notes, request.path)
 
 
-def change(saved: Path, overrides: Sequence[str], recipe: str | None = None) -> Composition:
-    """Apply `key=value` overrides to a config that a run saved, and check it as if it were new.
+def change(
+    saved: Path, overrides: Sequence[str], recipe: str | None = None, path: SearchPath | None = None
+) -> Composition:
+    """Apply `key=value` overrides to a config that a run of `recipe` saved, and check it as if it were new.
 
     Raises ConfigError when the file cannot be used.
     """
-    request = check_request(overrides, SearchPath())
+    request = check_request(overrides, path or SearchPath())
     request.recipe = recipe
     try:
         written = OmegaConf.create(read_yaml(saved.read_text(encoding="utf-8")))
@@ -310,7 +314,7 @@ def _normalize(config: TrainerConfig) -> None:
 
 def _adopt_pretrained(config: TrainerConfig, request: Request, *, is_saved: bool) -> list[Fault]:
     """Give the model the shape of `model.pretrained`. A run's own config has it already: the directory may be gone."""
-    typed = {override.partition("=")[0] for override in request.overrides}
+    typed = set(map(key_of, request.overrides))
     if config.model.pretrained is None or (is_saved and "model.pretrained" not in typed):
         return []
     from hp_train.pretrained.fit import adopt_shape  # only runs that start from weights pay for it

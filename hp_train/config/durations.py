@@ -16,7 +16,7 @@ _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")
 
 
 def parse_duration(text: str) -> int:
-    """Return the seconds that `text` says, at least 1. Raises ValueError with what is wrong, fit to follow `key=text`."""
+    """Return the seconds that `text` says, at least 1. Raises ValueError that says what is wrong after `key=text`."""
     clock = _CLOCK.fullmatch(text)
     units = _WITH_UNITS.fullmatch(text) if text else None
     found = clock or units

@@ -1,8 +1,8 @@
 """Bounds of config fields: declared beside the field, checked by `config.validate`, shown in the help. No torch.
 
 `number(1.0, low=0, above=True)` makes a dataclass field that carries its bounds in `metadata`, `choice("a", "a", "b")`
-one that carries its valid values, and `file_path()` one that names a file or folder. The dataclass tree itself stays plain,
-so that OmegaConf reads it unchanged.
+one that carries its valid values, and `file_path()` one that names a file or folder. The dataclass tree itself stays
+plain, so that OmegaConf reads it unchanged.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def number(
     high_open: bool = False,
     also: tuple[Any, ...] = (),
 ) -> Any:
-    """Declare a numeric field with bounds; `also` lists values outside the interval that are valid (None, -1, "auto")."""
+    """Declare a numeric field with bounds; `also` lists valid values outside the interval (None, -1, "auto")."""
     bounds = Bounds(low, high, low_open, high_open, also)
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata={"bounds": bounds})

@@ -9,6 +9,7 @@ from hp_train.config.faults import Fault
 from hp_train.config.near_match import did_you_mean, nearest_key
 from hp_train.config.numbers import scalar
 from hp_train.config.schema_tree import GROUPS, LEAVES, OPTIONAL_SECTIONS, SECTIONS, misfit, spell
+from hp_train.config.typed_value import is_interpolation
 
 
 def check_value(key: str, value: Any, place: str = "") -> Iterator[Fault]:
@@ -72,13 +73,6 @@ def _check_section(key: str, value: Any, place: str) -> Iterator[Fault]:
 def a_key_of(section: str) -> str:
     """Return some key of a group, as an example."""
     return next(key for key in LEAVES if key.startswith(section + "."))
-
-
-def is_interpolation(value: Any) -> bool:
-    """Say whether OmegaConf will replace this value, or an item of it, by another."""
-    if isinstance(value, list):
-        return any(map(is_interpolation, value))
-    return isinstance(value, str) and "${" in value
 
 
 def _can_be_resolved(value: Any) -> bool:

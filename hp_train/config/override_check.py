@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hp_train.config.argument import Argument, Unreadable, read_argument
+from hp_train.config.argument import Argument, read_argument
 from hp_train.config.faults import EVERYTHING, Fault
-from hp_train.config.key_check import a_key_of, check_value, is_interpolation
+from hp_train.config.key_check import a_key_of, check_value
 from hp_train.config.near_match import did_you_mean, nearest
 from hp_train.config.numbers import scalar
 from hp_train.config.schema_tree import GROUPS, LEAVES, OPTIONAL_SECTIONS, SECTIONS, entry_of, spell
 from hp_train.config.search_path import RECIPE_GROUP, SearchPath, is_path
-from hp_train.config.typed_value import unquoted
+from hp_train.config.typed_value import Unreadable, is_interpolation, key_of, unquoted
 from hp_train.config.yaml_check import FileCheck, check_files, unknown_option
 
 _NAME = re.compile(r"[A-Za-z0-9_/.+@-]+(?: +[A-Za-z0-9_/.+@-]+)*")
@@ -120,7 +120,7 @@ def _keep(argument: Argument, kept: dict[tuple[str, ...], Argument]) -> None:
 
 def is_group_override(argument: str) -> bool:
     """Say whether an argument chooses an option of a group or a recipe, rather than the value of a key."""
-    return argument.partition("=")[0].lstrip("+") in (*GROUPS, RECIPE_GROUP)
+    return key_of(argument) in (*GROUPS, RECIPE_GROUP)
 
 
 def _read(typed: str, request: Request, multirun: bool) -> Argument | None:

@@ -1,7 +1,7 @@
 """Paths in a config: `~` is the home folder; what is written down is absolute, so that a run goes on from any folder.
 
-No torch. The fields declared by `fields.file_path` hold them, and `pp.schedule=file:PATH`. Errors name paths as typed; hence
-`with_absolute_paths` comes last, when a new run has passed its checks and its config is saved.
+No torch. The fields declared by `fields.file_path` hold them, and `pp.schedule=file:PATH`. Errors name paths as typed;
+hence `with_absolute_paths` comes last, when a new run has passed its checks and its config is saved.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hp_train.config.schema import TrainerConfig
 from hp_train.config.schema_tree import LEAVES, entry_of, value_at
-from hp_train.config.typed_value import typed_text
+from hp_train.config.typed_value import key_of, typed_text
 
 _SCHEDULE = "pp.schedule"
 _SCHEDULE_FILE = "file:"  # what `compile.pass_config.normalize_pp_schedule` leaves before a path
@@ -40,20 +40,20 @@ def with_absolute_paths(config: TrainerConfig) -> TrainerConfig:
 def overrides_with_absolute_paths(overrides: Sequence[str], config: TrainerConfig) -> list[str]:
     """Return `overrides`, which gave `config`, with the paths among them absolute."""
     absolute, moved = with_absolute_paths(config), _moved(config)
-    keys = map(_key_of, overrides)
+    keys = map(key_of, overrides)
     return [_typed(key, absolute) if key in moved else typed for key, typed in zip(keys, overrides, strict=True)]
 
 
 def pinned_paths(overrides: Sequence[str], config: TrainerConfig) -> list[str]:
     """Return overrides for the paths that a recipe or an option set relative to the current folder."""
-    typed = {_key_of(override) for override in overrides}
+    typed = {key_of(override) for override in overrides}
     absolute = with_absolute_paths(config)
     return [_typed(key, absolute) for key in _moved(config) if key not in typed]
 
 
 def still_pinned(pins: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """Return those of `pins` whose group is not chosen anew, by itself or with a recipe, among `overrides`."""
-    chosen = {_key_of(override) for override in overrides}
+    chosen = {key_of(override) for override in overrides}
     return [pin for pin in pins if not {"recipe", pin.partition(".")[0]} & chosen]
 
 
@@ -91,10 +91,6 @@ def _absolute(key: str, value: str | None) -> str | None:
         path = value.removeprefix(_SCHEDULE_FILE)
         return value if path == value else _SCHEDULE_FILE + str(Path(path).expanduser().absolute())
     return str(Path(value).expanduser().absolute())
-
-
-def _key_of(override: str) -> str:
-    return override.partition("=")[0].lstrip("+")
 
 
 def _typed(key: str, config: TrainerConfig) -> str:

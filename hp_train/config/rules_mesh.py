@@ -13,19 +13,27 @@ _NOT_YET = ("accelerator.tp_size", "accelerator.cp_size", "accelerator.ep_size",
 SIZE_KEYS = (
     "accelerator.pp_size", "fsdp.dp_replicate_size", "fsdp.dp_shard_size", "accelerator.cp_size", "accelerator.tp_size",
 )  # fmt: skip
+"""In the order of `topology.DIMENSIONS`."""
 
 
 def known_mesh(config: TrainerConfig) -> MeshSizes | None:
     """Return the mesh that the config alone determines; None if `fsdp.dp_shard_size=-1` leaves it to the machine."""
-    accelerator, fsdp = config.accelerator, config.fsdp
-    dp_shard = fsdp.dp_shard_size
-    if dp_shard == -1:
-        others = accelerator.pp_size * fsdp.dp_replicate_size * accelerator.cp_size * accelerator.tp_size
-        asked = processes_asked(config)
-        if asked is None or asked % others:
-            return None
-        dp_shard = asked // others
-    return MeshSizes(accelerator.pp_size, fsdp.dp_replicate_size, dp_shard, accelerator.cp_size, accelerator.tp_size)
+    mesh = mesh_with(config, config.fsdp.dp_shard_size)
+    if config.fsdp.dp_shard_size != -1:
+        return mesh
+    asked = processes_asked(config)
+    return None if asked is None or asked % mesh.world_size else mesh_with(config, asked // mesh.world_size)
+
+
+def mesh_with(config: TrainerConfig, dp_shard: int) -> MeshSizes:
+    """Return the mesh of `config` with `dp_shard` shards; -1, which the machine decides, counts as 1."""
+    return MeshSizes(
+        pp=config.accelerator.pp_size,
+        dp_replicate=config.fsdp.dp_replicate_size,
+        dp_shard=1 if dp_shard == -1 else dp_shard,
+        cp=config.accelerator.cp_size,
+        tp=config.accelerator.tp_size,
+    )
 
 
 def processes_asked(config: TrainerConfig) -> int | None:
@@ -37,8 +45,7 @@ def processes_asked(config: TrainerConfig) -> int | None:
 
 def _sizes_not_yet(config: TrainerConfig) -> Iterator[str]:
     for key in _NOT_YET:
-        section, name = key.split(".")
-        size = getattr(getattr(config, section), name)
+        size = value_at(config, key)
         if size > 1:
             yield f"{key}={size} is not supported yet; use 1"
 
@@ -79,18 +86,15 @@ def _product(config: TrainerConfig) -> Iterator[str]:
     asked = processes_asked(config)
     if asked is None:
         return
-    accelerator, fsdp = config.accelerator, config.fsdp
-    sizes = (accelerator.pp_size, fsdp.dp_replicate_size, fsdp.dp_shard_size, accelerator.cp_size, accelerator.tp_size)
-    factors = [f"{key}={size}" for key, size in zip(SIZE_KEYS, sizes, strict=True) if size > 1]
-    product = 1
-    for size in sizes:
-        product *= max(size, 1)
+    sizes = mesh_with(config, config.fsdp.dp_shard_size)
+    factors = [f"{key}={size}" for key, size in zip(SIZE_KEYS, sizes.as_tuple(), strict=True) if size > 1]
+    product = sizes.world_size
     nodes = config.launcher.nodes
     text = f"launcher.nproc_per_node={config.launcher.nproc_per_node}"
     if nodes > 1:
         text = f"launcher.nodes={nodes} x {text} = {asked}"
     mesh = f"{' x '.join(factors)} = {product}" if factors else "1"
-    if fsdp.dp_shard_size == -1:
+    if config.fsdp.dp_shard_size == -1:
         if asked % product:
             yield f"{text} is not a multiple of the mesh {mesh}; use a multiple of {product}, or auto"
     elif asked != product and nodes > 1:

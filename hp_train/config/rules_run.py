@@ -29,7 +29,10 @@ def _wandb(config: TrainerConfig) -> Iterator[str]:
     if importlib.util.find_spec("wandb") is None:
         yield "metrics.wandb=true needs the package wandb: pip install 'hp-train[wandb]'"
     elif os.environ.get("WANDB_MODE", "online") == "online" and not _has_wandb_key():
-        yield "metrics.wandb=true needs a key: run `wandb login`, set $WANDB_API_KEY, or write offline with WANDB_MODE=offline"
+        yield (
+            "metrics.wandb=true needs a key: run `wandb login`, set $WANDB_API_KEY, or write offline with "
+            "WANDB_MODE=offline"
+        )
 
 
 def _has_wandb_key() -> bool:

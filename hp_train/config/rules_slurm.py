@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hp_train.config.durations import parse_duration
 from hp_train.config.rule import Rule, divisors_text
-from hp_train.config.rules_mesh import SIZE_KEYS
+from hp_train.config.rules_mesh import SIZE_KEYS, known_mesh
 from hp_train.config.schema import ContainerSection, TrainerConfig
 from hp_train.config.schema_tree import spell
 
@@ -100,23 +100,19 @@ def _container(config: TrainerConfig) -> Iterator[str]:
 
 def _processes(config: TrainerConfig) -> Iterator[str]:
     """Without nproc_per_node the mesh must tell how many processes a node runs: no node is here to be asked."""
-    launcher, accelerator, fsdp = config.launcher, config.accelerator, config.fsdp
+    launcher = config.launcher
     if launcher.name != "slurm" or launcher.nproc_per_node != "auto":
         return
-    if fsdp.dp_shard_size == -1:
+    mesh = known_mesh(config)
+    if mesh is None:
         yield (
             "launcher=slurm with fsdp.dp_shard_size=-1 needs launcher.nproc_per_node, the processes (GPUs) of a node; "
             "it is not known where the job is submitted"
         )
-        return
-    sizes = (accelerator.pp_size, fsdp.dp_replicate_size, fsdp.dp_shard_size, accelerator.cp_size, accelerator.tp_size)
-    world_size = 1
-    for size in sizes:
-        world_size *= size
-    if world_size % launcher.nodes:
+    elif mesh.world_size % launcher.nodes:
         yield (
-            f"launcher.nodes={launcher.nodes} does not divide the mesh of {world_size} processes; "
-            f"use {divisors_text(world_size)}"
+            f"launcher.nodes={launcher.nodes} does not divide the mesh of {mesh.world_size} processes; "
+            f"use {divisors_text(mesh.world_size)}"
         )
 
 

@@ -42,7 +42,8 @@ class TrainerSection:
     """Clip the global gradient norm to this; null leaves gradients as they are. Number; default 1.0; above 0 to 1e+09
     or null."""
     loss_chunk_tokens: int = number(4096, 0, MAX_COUNT)
-    """Tokens whose logits are held at once in the loss; 0 takes all at once. Integer, tokens; default 4096; 0 to 1e+09."""
+    """Tokens whose logits are held at once in the loss; 0 takes all at once. Integer, tokens; default 4096; 0 to
+    1e+09."""
     loss: str = choice("cross_entropy", "cross_entropy")
     """What is minimised; plugins add others. Text; default cross_entropy; cross_entropy."""
     log_every: int = number(10, 1, MAX_COUNT)
@@ -58,8 +59,8 @@ class TrainerSection:
     runs_root: Optional[str] = file_path()
     """Folder of all runs; null is $HP_TRAIN_RUNS, else ./runs. Path; default null."""
     resume: str = choice("never", "auto", "must", "never")
-    """When trainer.run_dir holds a run: auto goes on with it or begins it, must goes on from a checkpoint or fails, never
-    is refused. Text; default never; auto, must, never."""
+    """When trainer.run_dir holds a run: auto goes on with it or begins it, must goes on from a checkpoint or fails,
+    never is refused. Text; default never; auto, must, never."""
 
 
 @dataclass
@@ -92,7 +93,8 @@ class FsdpSection:
     dp_replicate_size: int = number(1, 1, 65536)
     """Copies of the parameters; counts in ddp and hsdp. Integer, ranks; default 1; 1 to 65536."""
     edp_shard_size: int = number(1, 1, 65536)
-    """Ranks that share one copy of expert parameters; only 1 is supported yet. Integer, ranks; default 1; 1 to 65536."""
+    """Ranks that share one copy of expert parameters; only 1 is supported yet. Integer, ranks; default 1; 1 to
+    65536."""
     reshard_after_forward: Union[bool, str] = choice("auto", "auto", True, False)
     """Free gathered parameters after forward; auto is false with a pipeline, true otherwise. Boolean or auto; default
     auto; auto, true, false."""
@@ -264,7 +266,8 @@ class CheckpointSection:
     async_save: bool = False
     """Write in the background while training goes on. Boolean; default false."""
     on_failure: str = choice("warn", "warn", "stop")
-    """When a save fails (disk full, folder lost): warn and train on, or stop the run. Text; default warn; warn, stop."""
+    """When a save fails (disk full, folder lost): warn and train on, or stop the run. Text; default warn; warn,
+    stop."""
 
 
 @dataclass
@@ -330,8 +333,8 @@ class LauncherSection:
     exclude: Optional[str] = None
     """SLURM's --exclude: nodes not to use. Text, node list; default null."""
     array: Optional[str] = None
-    """Task numbers of a job array, one run each, e.g. 0-3%2; $SLURM_ARRAY_TASK_ID may stand in the config. Text; default
-    null."""
+    """Task numbers of a job array, one run each, e.g. 0-3%2; $SLURM_ARRAY_TASK_ID may stand in the config. Text;
+    default null."""
     dependency: Optional[str] = None
     """SLURM's --dependency of the first submission, e.g. afterok:4711. Text; default null."""
     modules: List[str] = field(default_factory=list)
@@ -339,8 +342,8 @@ class LauncherSection:
     env: List[str] = field(default_factory=list)
     """Environment variables to set in the job. List of texts NAME=VALUE; default []."""
     extra_lines: List[str] = field(default_factory=list)
-    """Lines for the job script as they are: #SBATCH lines go to its head, shell commands before the launch. List of texts;
-    default []."""
+    """Lines for the job script as they are: #SBATCH lines go to its head, shell commands before the launch. List of
+    texts; default []."""
     time: Optional[str] = None
     """Time limit of the job; null is the partition's. Duration such as 90m, 12h, 24:00:00, 1-00:00:00; default null."""
     cpus_per_node: Optional[int] = number(None, 1, 100_000, also=(None,))

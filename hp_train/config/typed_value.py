@@ -25,6 +25,11 @@ class Unreadable(ValueError):
         super().__init__(why)
 
 
+def key_of(override: str) -> str:
+    """Return the key of an override `key=value`, without the `+` that Hydra knows new keys by."""
+    return override.partition("=")[0].strip().lstrip("+").strip()
+
+
 def read_value(key: str, text: str) -> Any:
     """Return the value of `text` for the field, group of settings or mapping that `key` names.
 
@@ -38,7 +43,7 @@ def read_value(key: str, text: str) -> Any:
         return _read_mapping(key, text) if key in SECTIONS and text.lstrip().startswith("{") else _plain(text)
     if leaf.is_text:
         return _as_typed(text)
-    if is_interpolated(text):
+    if is_interpolation(text):
         return text
     if leaf.is_mapping and text.lstrip().startswith("{"):
         return _read_mapping(key, text)
@@ -47,9 +52,11 @@ def read_value(key: str, text: str) -> Any:
     return _plain(text)
 
 
-def is_interpolated(text: str) -> bool:
-    """Say whether a text refers to other values, which OmegaConf puts in its place."""
-    return "${" in text
+def is_interpolation(value: Any) -> bool:
+    """Say whether OmegaConf will replace this value, or an item of it, by another."""
+    if isinstance(value, list):
+        return any(map(is_interpolation, value))
+    return isinstance(value, str) and "${" in value
 
 
 def unquoted(text: str) -> str | None:
@@ -68,6 +75,12 @@ def unquoted(text: str) -> str | None:
     return re.sub(r"(\\+)(" + quote + r"|$)", lambda run: run[1][: len(run[1]) // 2] + run[2], inside)
 
 
+def text_of(word: str) -> str:
+    """Return a text without the blanks around it, or what stands between its quotes."""
+    inside = unquoted(word.strip())
+    return word.strip() if inside is None else inside
+
+
 def quoted(value: Any) -> str:
     """Return `value` as Hydra's grammar reads it back."""
     if isinstance(value, str):
@@ -83,7 +96,7 @@ def quoted(value: Any) -> str:
 
 
 def typed_text(text: str) -> str:
-    """Return what is typed after `key=` to give a field exactly `text`: the text, in quotes where it would lose its own."""
+    """Return what is typed after `key=` to give a field exactly `text`: in quotes where it would lose its own."""
     return quoted(text) if text == "null" or unquoted(text) is not None else text
 
 
@@ -134,15 +147,10 @@ def _plain(text: str) -> Any:
     return scalar(word) if inside is None else inside
 
 
-def _text_item(item: str) -> str:
-    inside = unquoted(item.strip())
-    return item.strip() if inside is None else inside
-
-
 def _read_list(leaf: Leaf, text: str) -> Any:
     word = text.strip()
     if word.startswith("["):
-        read = _text_item if leaf.item is str else _plain
+        read = text_of if leaf.item is str else _plain
         return [read(item) for item in _items(word, "]")]
     if leaf.item in (int, float) and _DASHED.fullmatch(word):
         return [scalar(number) for number in re.split(r"(?<![eE])-", word)]
@@ -162,8 +170,7 @@ def _raw_entries(word: str) -> Iterator[tuple[str, str]]:
         name, *rest = split_top(item, ":", opening="{")
         if not rest or not name.strip():
             raise Unreadable("an entry of a mapping is name: value")
-        inside = unquoted(name.strip())
-        yield name.strip() if inside is None else inside, ":".join(rest).strip()
+        yield text_of(name), ":".join(rest).strip()
 
 
 def _items(word: str, end: str) -> list[str]:

@@ -23,19 +23,11 @@ from hp_train.config import (
 from hp_train.config.faults import Fault, is_unknown
 from hp_train.config.schema import TrainerConfig
 from hp_train.config.schema_tree import LEAVES, OPTIONAL_SECTIONS, Leaf, misfit, spell, value_at
-from hp_train.errors import ConfigError
 
 RULES = (
     *rules_mesh.RULES, *rules_batch.RULES, *rules_pipeline.RULES, *rules_model.RULES, *rules_data.RULES,
     *rules_run.RULES, *rules_slurm.RULES,
 )  # fmt: skip
-
-
-def validate(config: TrainerConfig) -> None:
-    """Raise ConfigError with one line for each fault of `config`."""
-    found = faults(config)
-    if found:
-        raise ConfigError(*found)
 
 
 def faults(config: TrainerConfig) -> list[str]:

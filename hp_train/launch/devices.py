@@ -13,7 +13,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-from hp_train.config.rules_mesh import processes_asked
+from hp_train.config.rules_mesh import mesh_with, processes_asked
 from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ConfigError
 from hp_train.launch.nvidia import Devices, torch_obstacle, visible_devices
@@ -39,30 +39,24 @@ class ProcessPlan:
         return self.sizes.world_size // self.num_nodes
 
 
+def usable_cores() -> int:
+    """Return the CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def mesh_sizes(config: TrainerConfig, world_size: int) -> MeshSizes:
     """Return the mesh of `world_size` processes, `fsdp.dp_shard_size=-1` taking the ranks that remain.
 
     Raises ConfigError if the sizes and the number of processes do not agree.
     """
-    sizes = _sizes_with(config, config.fsdp.dp_shard_size)
+    sizes = mesh_with(config, config.fsdp.dp_shard_size)
     if config.fsdp.dp_shard_size == -1 and world_size % sizes.world_size == 0:
-        sizes = _sizes_with(config, world_size // sizes.world_size)
+        sizes = mesh_with(config, world_size // sizes.world_size)
     if sizes.world_size != world_size:
         factors = " x ".join(f"{name} {size}" for name, size in zip(DIMENSIONS, sizes.as_tuple(), strict=True))
         verb = "does not divide" if config.fsdp.dp_shard_size == -1 else "is not"
         raise ConfigError(f"the mesh {factors} = {sizes.world_size} {verb} the {world_size} processes asked for")
     return sizes
-
-
-def _sizes_with(config: TrainerConfig, dp_shard: int) -> MeshSizes:
-    accelerator = config.accelerator
-    return MeshSizes(
-        pp=accelerator.pp_size,
-        dp_replicate=config.fsdp.dp_replicate_size,
-        dp_shard=1 if dp_shard == -1 else dp_shard,
-        cp=accelerator.cp_size,
-        tp=accelerator.tp_size,
-    )
 
 
 def plan_processes(config: TrainerConfig, devices: Devices | None = None) -> ProcessPlan:
@@ -72,7 +66,7 @@ def plan_processes(config: TrainerConfig, devices: Devices | None = None) -> Pro
     """
     if config.launcher.name == "slurm":
         asked = processes_asked(config)
-        sizes = _sizes_with(config, config.fsdp.dp_shard_size) if asked is None else mesh_sizes(config, asked)
+        sizes = mesh_with(config, config.fsdp.dp_shard_size) if asked is None else mesh_sizes(config, asked)
         return ProcessPlan(config.trainer.device, sizes, num_nodes=config.launcher.nodes)
     devices = visible_devices() if devices is None else devices
     asked = _processes_asked(config)
@@ -81,7 +75,7 @@ def plan_processes(config: TrainerConfig, devices: Devices | None = None) -> Pro
     if devices.visible == 0:
         return _without_gpus(config, devices, asked)
     if asked is None:
-        fixed = _sizes_with(config, -1).world_size
+        fixed = mesh_with(config, -1).world_size
         if devices.visible % fixed and devices.visible > fixed:
             usable = devices.visible // fixed * fixed
             return _refused(
@@ -130,15 +124,15 @@ def plan_node(config: TrainerConfig, devices: Devices | None = None) -> ProcessP
 def _processes_asked(config: TrainerConfig) -> int | None:
     """Return the processes that config names; None if it leaves them to the machine (dp_shard_size=-1, nproc auto)."""
     if config.launcher.name == "inline" and config.fsdp.dp_shard_size == -1:
-        return _sizes_with(config, 1).world_size  # a mesh of more than one is told by a rule
+        return mesh_with(config, 1).world_size  # a mesh of more than one is told by a rule
     if config.launcher.nproc_per_node != "auto":
         return int(config.launcher.nproc_per_node)
-    return None if config.fsdp.dp_shard_size == -1 else _sizes_with(config, config.fsdp.dp_shard_size).world_size
+    return None if config.fsdp.dp_shard_size == -1 else mesh_with(config, config.fsdp.dp_shard_size).world_size
 
 
 def _on_cpu(config: TrainerConfig, asked: int | None, lines: tuple[str, ...]) -> ProcessPlan:
     if asked is None:  # no GPU to count: one shard
-        asked = _sizes_with(config, -1).world_size
+        asked = mesh_with(config, -1).world_size
     plural = "es" if asked > 1 else ""
     return ProcessPlan("cpu", mesh_sizes(config, asked), (*lines, f"using the CPU, {asked} process{plural}"))
 

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 from hp_train.config.schema import TrainerConfig
+from hp_train.config.typed_value import key_of
 from hp_train.launch.files import read_json
 from hp_train.launch.history import AttemptFacts, StepRow, read_facts, read_rows
 from hp_train.launch.outcome import Cause, Outcome
@@ -33,7 +34,7 @@ def continue_command(run_dir: Path, config: TrainerConfig, outcome: Outcome) -> 
     """Return the command that goes on from here as this attempt did: to more steps when all are done, else just on."""
     changes = _changes(run_dir, outcome.attempt)
     if outcome.cause is Cause.DONE:
-        changes = [change for change in changes if _key(change) != _MAX_STEPS]
+        changes = [change for change in changes if key_of(change) != _MAX_STEPS]
         changes.append(f"{_MAX_STEPS}={2 * max(config.trainer.max_steps, outcome.step)}")
     return " ".join(["hp-train resume", *map(shlex.quote, [str(run_dir), *changes])])
 
@@ -47,25 +48,18 @@ def _changes(run_dir: Path, attempt: int) -> list[str]:
         capsule = read_json(run_dir / f"capsule.attempt_{number}.json")
         if capsule is not None:
             typed = [str(override) for override in capsule.get("overrides", [])]
-            is_whole = any(_key(override) == "trainer.resume" for override in typed)
-            return [override for override in typed if _key(override) == _MAX_STEPS] if is_whole else typed
+            is_whole = any(key_of(override) == "trainer.resume" for override in typed)
+            return [override for override in typed if key_of(override) == _MAX_STEPS] if is_whole else typed
     return []
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+")
 
 
 def _headline(outcome: Outcome) -> str:
     if outcome.cause is Cause.DONE:
         return f"done at step {outcome.step}"
     if outcome.cause.is_saved:
-        saved = outcome.committed_step
-        return (
-            f"stopped and saved at step {outcome.step}"
-            if saved >= outcome.step
-            else (f"stopped at step {outcome.step}; saved up to step {saved}")
-        )
+        if outcome.committed_step >= outcome.step:
+            return f"stopped and saved at step {outcome.step}"
+        return f"stopped at step {outcome.step}; saved up to step {outcome.committed_step}"
     word = "diverged" if outcome.cause in (Cause.DIVERGED, Cause.NON_FINITE) else "failed"
     if outcome.cause is Cause.CANCELLED:
         word = "ended without saving"

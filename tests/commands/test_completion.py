@@ -82,6 +82,15 @@ def test_own_recipes_of_a_folder_named_on_the_line_are_offered(here: Path) -> No
     assert found == {"recipe=theirs": "Theirs."}
 
 
+def test_no_verb_loads_hydra_or_torch_to_tell_its_arguments() -> None:
+    code = (
+        "import sys\nfrom hp_train.commands.verb_parser import parser_of\nfrom hp_train.verbs import VERBS\n"
+        "for verb in set(VERBS) - {'train'}:\n"
+        "    parser_of(verb)\n    assert not {'hydra', 'torch'} & set(sys.modules), verb\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.fixture
 def command(here: Path) -> dict[str, str]:
     """An environment in which `hp-train` is the command under test."""
@@ -117,7 +126,7 @@ def test_bash_completes_across_the_equals_sign_where_it_breaks_words(here: Path,
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_the_other_shells_take_their_script(here: Path, command: dict[str, str], shell: str) -> None:
-    """Where the shell is installed it completes; the script is the same everywhere, so it is looked at elsewhere too."""
+    """Where the shell is installed it completes; the script is the same everywhere, and looked at elsewhere too."""
     script = SCRIPTS[shell]
     assert "completion --candidates" in script and script.count("{") == script.count("}")
     if shutil.which(shell) is None:

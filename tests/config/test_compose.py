@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hp_train.commands.resume import changed
+from hp_train.commands.saved_run import changed
 from hp_train.commands.train import job_faults, resolved
 from hp_train.config.compose import compose
 from hp_train.config.schema_tree import GROUPS, LEAVES
 from hp_train.config.search_path import CONFIGS, RECIPES, description_of, is_recipe
-from hp_train.config.validate import faults, validate, warnings
+from hp_train.config.validate import faults, warnings
 from hp_train.config.yaml_check import FileCheck, _check_keys, _parse
 from hp_train.errors import ConfigError
 from hp_train.models.shapes import num_parameters
@@ -235,13 +235,13 @@ def test_all_shards_are_counted_by_the_processes_asked_for(here: Path) -> None:
     assert resolved(config).fsdp.dp_shard_size == 4
 
 
-def test_validate_judges_a_config_that_was_changed_by_hand(here: Path) -> None:
+def test_a_config_that_was_changed_by_hand_is_judged(here: Path) -> None:
     config = compose(["recipe=llama_pp"]).config
-    validate(config)
+    assert faults(config) == []
     config.trainer.global_batch_size = 6
     config.trainer.micro_batch_size = 4
-    with pytest.raises(ConfigError, match="trainer.global_batch_size=6"):
-        validate(config)
+    [fault] = faults(config)
+    assert fault.startswith("trainer.global_batch_size=6")
 
 
 @pytest.mark.parametrize(

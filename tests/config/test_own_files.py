@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hp_train.commands import explain, new, recipes
-from hp_train.commands.resume import changed
+from hp_train.commands.saved_run import changed
 from hp_train.config.compose import Composition, compose, examine
 from hp_train.config.paths import with_absolute_paths
 from hp_train.config.provenance import trace

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.commands.resume import changed
+from hp_train.commands.saved_run import changed
 from hp_train.config.compose import compose, examine
 from hp_train.config.paths import with_absolute_paths
 from hp_train.config.schema_tree import value_at

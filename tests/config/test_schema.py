@@ -1,4 +1,4 @@
-"""The schema says what it means: every field has a docstring whose words are the field's own type, default and bounds."""
+"""The schema says what it means: every field has a docstring with the words of its own type, default and bounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ NAMES = {
     "accelerator": "pp_size,tp_size,cp_size,ep_size,sequence_parallel,loss_parallel",
     "fsdp": "dp_mode,dp_shard_size,dp_replicate_size,edp_shard_size,reshard_after_forward,implementation",
     "pp": "schedule,microbatch_size,stages_per_rank,layer_split,p2p_transport",
-    "model": "name,vocab_size,dim,num_layers,num_heads,num_kv_heads,ffn_dim,norm_eps,rope_theta,tie_embeddings,max_seq_len",
+    "model": "name,vocab_size,dim,num_layers,num_heads,num_kv_heads,ffn_dim,norm_eps,rope_theta,tie_embeddings,"
+    "max_seq_len",
     "model.rope_scaling": "factor,low_freq_factor,high_freq_factor,original_max_position_embeddings",
     "data": "name,path,val_path,tokenizer,document_boundaries,mix,sources",
     "optimizer": "name,lr,betas,eps,weight_decay",
@@ -24,8 +25,8 @@ NAMES = {
     "activation_checkpoint": "mode,every",
     "checkpoint": "every,every_minutes,keep_last,async_save",
     "metrics": "tensorboard,wandb,profile_steps",
-    "launcher": "name,nproc_per_node,nodes,max_restarts,account,partition,qos,constraint,exclude,array,dependency,modules,env,"
-    "extra_lines,time,cpus_per_node,gpu_request,signal_lead,max_requeues,continue_by,snapshot",
+    "launcher": "name,nproc_per_node,nodes,max_restarts,account,partition,qos,constraint,exclude,array,dependency,"
+    "modules,env,extra_lines,time,cpus_per_node,gpu_request,signal_lead,max_requeues,continue_by,snapshot",
     "launcher.container": "runtime,image,mounts,python",
 }
 """The names that users' recipes and command lines rely on: none of them may go."""
@@ -36,7 +37,8 @@ def test_names_that_people_rely_on() -> None:
     assert expected <= set(LEAVES)
     assert set(SECTIONS) == set(NAMES)
     assert " ".join(GROUPS) == (
-        "trainer accelerator fsdp pp model data optimizer lr_scheduler activation_checkpoint checkpoint metrics launcher"
+        "trainer accelerator fsdp pp model data optimizer lr_scheduler activation_checkpoint checkpoint metrics "
+        "launcher"
     )
 
 

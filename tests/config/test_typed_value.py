@@ -46,7 +46,8 @@ def test_yaml_keeps_truth_and_null() -> None:
         ("model.rope_scaling", "{factor: 4, low_freq_factor:1}", {"factor": 4, "low_freq_factor": 1}),
         ("data.sources", "{a: '~/x, y}', b c: ~/z}", {"a": "~/x, y}", "b c": "~/z"}),
         ("data.sources", '{a: it\'s, b: "{"}', {"a": "it's", "b": "{"}),
-        ("trainer.run_name", "null", None), ("trainer.run_name", "'null'", "null"), ("trainer.run_name", "2024", "2024"),
+        ("trainer.run_name", "null", None), ("trainer.run_name", "'null'", "null"),
+        ("trainer.run_name", "2024", "2024"),
         ("trainer.run_name", "'it''s'", "'it''s'"), ("trainer.run_name", "'a' or 'b'", "'a' or 'b'"),
     ],
 )  # fmt: skip
