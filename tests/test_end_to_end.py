@@ -17,8 +17,8 @@ from hp_train.training.metrics import MetricsRow
 
 HP_TRAIN = Path(sys.executable).with_name("hp-train")
 SMALL = [
-    "recipe=llama_fsdp_pp", "model.dim=32", "model.num_heads=2", "model.num_kv_heads=1", "model.ffn_dim=64", "trainer.seq_len=16",
-    "trainer.device=cpu", "trainer.log_every=1", "trainer.eval_every=4", "trainer.eval_batches=1",
+    "recipe=llama_fsdp_pp", "model.dim=32", "model.num_heads=2", "model.num_kv_heads=1", "model.ffn_dim=64",
+    "trainer.seq_len=16", "trainer.device=cpu", "trainer.log_every=1", "trainer.eval_every=4", "trainer.eval_batches=1",
     "lr_scheduler.warmup_steps=2", "lr_scheduler.total_steps=12",
 ]  # fmt: skip
 
@@ -51,6 +51,8 @@ def test_a_run_prints_what_it_does(straight: tuple[Path, str]) -> None:
     losses = [row["loss"] for row in rows(run_dir)]
     assert losses[-1] < losses[0]
     assert (run_dir / "config.yaml").exists() and (run_dir / "pass_config.json").exists()
+    plan = json.loads((run_dir / "plan.json").read_text())
+    assert plan["num_processes"] == 4 and plan["pipeline"]["layers_of_stage"] == [[0, 2], [2, 4]]
 
 
 def test_a_run_records_every_figure_and_the_steps_to_profile(straight: tuple[Path, str]) -> None:

@@ -10,13 +10,7 @@ from pathlib import Path
 
 from hp_train.checkpoint.layout import newest_committed, read_manifest
 from hp_train.errors import CheckpointError, ExitCode
-from hp_train.launch.failures import (
-    DeadWorker,
-    Failure,
-    collect_failures,
-    describe_failures,
-    first_cause,
-)
+from hp_train.launch.failures import DeadWorker, Failure, collect_failures, describe_failures, first_cause
 from hp_train.launch.feed import Feed
 from hp_train.launch.hang import Standing, hang_failure
 from hp_train.launch.history import read_facts, read_rows
@@ -61,36 +55,40 @@ class AttemptRecord:
     def stopped_before_start(self, stop: StopSignals) -> AttemptEnd:
         """Return the end of an attempt that a signal forestalled."""
         message = "before the workers were started"
-        return AttemptEnd(self._outcome(stop.cause, int(stop.exit_code), 0, message=message))
+        return AttemptEnd(self.outcome(stop.cause, int(stop.exit_code), 0, message=message))
 
     def judge(self, feed: Feed, stop: StopSignals) -> AttemptEnd:
         """Return how the attempt ended, now that all workers are gone."""
         last_step = feed.history.last.step if feed.history.last else 0
         if stop.killed:
-            message = "stopped by Ctrl-C without saving"
-            outcome = self._outcome(Cause.CANCELLED, int(ExitCode.FAILED), last_step, message=message)
-            return AttemptEnd(outcome, (f"hp-train: {message}",))
+            return self.killed(last_step)
         if self.standings:
-            return self._judge_failures([hang_failure(self.standings, self.stood_still_s, self.sizes)])
+            return self.judge_failures([hang_failure(self.standings, self.stood_still_s, self.sizes)])
         if self.lost_node:
             message = f"{self.lost_node} is lost: its launcher told nothing of the end of the attempt"
-            outcome = self._outcome(
+            outcome = self.outcome(
                 Cause.LOST_NODE, int(ExitCode.FAILED), last_step, message=message, node=self.lost_node
             )
             return AttemptEnd(outcome, (f"hp-train: {message}",))
         if self.dead:
             failures = collect_failures(self.run_dir, self.attempt, self.sizes, self.dead, self.notes)
-            return self._judge_failures(failures)
+            return self.judge_failures(failures)
         found = read_outcome(self.run_dir, self.attempt)
         assert found is not None, f"all workers ended well, but rank 0 left no outcome in {self.run_dir}"
         cause = found.cause if found.cause is Cause.DONE else stop.cause
-        return AttemptEnd(self._outcome(cause, found.exit_code, found.step))
+        return AttemptEnd(self.outcome(cause, found.exit_code, found.step))
 
-    def _judge_failures(self, failures: list[Failure]) -> AttemptEnd:
+    def killed(self, step: int) -> AttemptEnd:
+        """Return the end of an attempt whose owner did not want to wait for the save."""
+        message = "stopped by Ctrl-C without saving"
+        outcome = self.outcome(Cause.CANCELLED, int(ExitCode.FAILED), step, message=message)
+        return AttemptEnd(outcome, (f"hp-train: {message}",))
+
+    def judge_failures(self, failures: list[Failure]) -> AttemptEnd:
         """Return the end of a failed attempt: a line for what deserves a line, else the whole account."""
         first = first_cause(failures)
         cause, code = self._cause_of(first), ExitCode(first.exit_code)
-        outcome = self._outcome(
+        outcome = self.outcome(
             cause, int(code), first.step, rank=first.rank, coordinates=first.coordinates, phase=first.phase,
             message=f"{first.type}: {first.message}" if first.type else first.message,
             node=self.nodes[first.rank * len(self.nodes) // self.sizes.world_size],
@@ -109,7 +107,8 @@ class AttemptRecord:
             return Cause.COMMUNICATION
         return _CAUSES.get(ExitCode(failure.exit_code), Cause.UNKNOWN)
 
-    def _outcome(self, cause: Cause, exit_code: int, step: int, **more: object) -> Outcome:
+    def outcome(self, cause: Cause, exit_code: int, step: int, **more: object) -> Outcome:
+        """Return the outcome of the attempt, which ends now; `more` holds fields that nothing here tells."""
         facts = read_facts(attempt_dir(self.run_dir, self.attempt))
         outcome = Outcome(
             self.attempt, cause, exit_code, step, started_at=self.started_at, ended_at=time.time(),

@@ -27,7 +27,7 @@ def describe_circumstances(argv: list[str], recipe: str) -> dict[str, Any]:
         "folder": os.getcwd(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: version_of(name) for name in _PACKAGES},
         "plugins": plugins.records(),
         "git": _git_state(Path(hp_train.errors.__file__).parent),
     }
@@ -40,7 +40,13 @@ def recorded_plugins(config_path: Path) -> list[dict[str, Any]]:
     return found.get("plugins", [])
 
 
-def _version(package: str) -> str | None:
+def recorded_recipe(run_dir: Path) -> str:
+    """Return the recipe that the run in `run_dir` was started with; empty where there was none."""
+    return (read_json(run_dir / "capsule.json") or {}).get("recipe", "")
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, None if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version  # slow to import, and a refused run needs it not
 
     try:

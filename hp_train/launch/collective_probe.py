@@ -1,7 +1,7 @@
 """One of the processes by which `hp-train doctor` tries whether processes here can talk. Imports torch.
 
-`python -m hp_train.launch.collective_probe RANK WORLD_SIZE PORT gloo|nccl`: joins a group over 127.0.0.1, as the workers of a
-run on one machine do, adds up rank + 1 over the ranks, and prints the sum.
+`python -m hp_train.launch.collective_probe RANK WORLD_SIZE PORT gloo|nccl`: joins a group over 127.0.0.1, as the
+workers of a run on one machine do, adds up rank + 1 over the ranks, and prints the sum.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ _COMMUNICATION_TYPES = {
     HUNG_IN_COMMUNICATION, "PipelineError", "PipelineHang", "DistNetworkError", "DistStoreError", "ConnectionResetError",
     "BrokenPipeError", "EOFError",
 }  # fmt: skip
+_MAY_LACK_MEMORY = ("RuntimeError", "AcceleratorError", "DistBackendError")  # of the CPU, the driver and NCCL: by words
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Failure:
         if self.type in ("OutOfMemoryError", "MemoryError"):
             return True
         text = self.message.lower()
-        return self.type == "RuntimeError" and ("out of memory" in text or "can't allocate memory" in text)
+        return self.type in _MAY_LACK_MEMORY and ("out of memory" in text or "can't allocate memory" in text)
 
     @property
     def is_communication(self) -> bool:

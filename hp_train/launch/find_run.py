@@ -1,8 +1,8 @@
 """From what a person types for RUN_DIR to the directory of a run. No torch.
 
-A path, `last` for the run that was started or resumed last, or the end of a run's id (`8506`), which must fit one run only.
-Runs are looked for in the folder of runs, `$HP_TRAIN_RUNS` or `./runs`: `<root>/<name>/<id>`, or `<root>/<id>` for those
-that were given their own directory there.
+A path, `last` for the run that was started or resumed last, or the end of a run's id (`8506`), which must fit one run
+only. Runs are looked for in the folder of runs, `$HP_TRAIN_RUNS` or `./runs`: `<root>/<name>/<id>`, or `<root>/<id>`
+for those that were given their own directory there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def folder_of_runs() -> Path:
 
 
 def list_runs(root: Path) -> list[Path]:
-    """Return every run below `root`, at most two folders deep, in order of their paths. [] if there is no such folder."""
+    """Return every run below `root`, at most two folders deep, in order of their paths; none if there is no `root`."""
     found = []
     for folder in _folders_in(root):
         if (folder / CONFIG_FILE).is_file():

@@ -1,7 +1,7 @@
 """What a machine must have to train, each thing tried, with the way out where it lacks: `hp-train doctor`. No torch.
 
-A check never raises for what it finds: a machine that lacks something is an answer. torch is imported only by the probe of
-the collectives, in processes of its own.
+A check never raises for what it finds: a machine that lacks something is an answer. torch is imported only by the
+probe of the collectives, in processes of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from hp_train.launch.capsule import version_of
+from hp_train.launch.devices import usable_cores
 from hp_train.launch.find_run import folder_of_runs
 from hp_train.launch.nvidia import describe_driver, torch_obstacle, visible_devices
 
@@ -58,7 +60,7 @@ class Check:
 def check_machine() -> Iterator[Check]:
     """Yield every check in turn, the slow one (collectives) after those it depends on."""
     yield check_python(sys.version_info[:3])
-    torch = check_torch(_version_of("torch"))
+    torch = check_torch(version_of("torch"))
     yield torch
     yield check_driver()
     num_gpus = visible_devices().visible
@@ -111,7 +113,7 @@ def check_driver() -> Check:
 def check_devices() -> Check:
     """Say on what runs will train."""
     devices = visible_devices()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if devices.visible:
         return Check("devices", Verdict.OK, f"{devices.visible} of {devices.total} NVIDIA GPUs, {cores} CPU cores")
     if devices.total:
@@ -223,12 +225,3 @@ def check_slurm() -> Check:
     return Check(
         "slurm", Verdict.WARNING, f"{', '.join(missing)} missing", "load the cluster's slurm module, or extend PATH"
     )
-
-
-def _version_of(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -33,14 +33,6 @@ class MemoryByKind:
         return f"memory of this rank: {text}" + (f", of {self.total / GIB:.0f} GiB" if self.total else "")
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether `error` means that memory, of the device or the machine, ran out."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
-
-
 def measure() -> MemoryByKind:
     """Return what the parameters, gradients and optimizer of this process take now."""
     import torch

@@ -1,7 +1,8 @@
 """What the launcher does when it is asked to stop: tell the workers, wait for them to save, give up only when told to.
 
 The first signal is passed on and the run ends as its workers end it: SIGINT 130, SIGTERM, SIGHUP and SIGUSR1 75. More
-of SIGTERM change nothing (schedulers send it twice, and to every process); SIGINT after the first signal kills. No torch.
+of SIGTERM change nothing (schedulers send it twice, and to every process); SIGINT after the first signal kills.
+No torch.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from hp_train.checkpoint.inspection import slowest_save_s
@@ -101,6 +102,7 @@ def _warnings(run_dir: Path, plan: ProcessPlan) -> list[str]:
 def _run(
     run_dir: Path, config_path: Path, config: TrainerConfig, plan: ProcessPlan, node_rank: int, marks: Path
 ) -> int:
+    from hp_train.launch.launch_spec import LaunchSpec
     from hp_train.launch.local import follow  # torch is loaded here
     from hp_train.launch.nodes import NodeGroup
     from hp_train.launch.owner import own
@@ -110,14 +112,15 @@ def _run(
     with StopSignals().installed() as stop:
         if (marks / STOP_FILE).exists():
             os.kill(os.getpid(), signal.SIGUSR1)
+        spec = LaunchSpec(run_dir, config_path, config, plan, stop)
         if node_rank > 0:
-            follow(run_dir, config_path, config, plan, stop, NodeGroup(node_rank, plan.num_nodes, *_endpoint()))
+            follow(replace(spec, group=NodeGroup(node_rank, plan.num_nodes, *_endpoint())))
             return 0
         with own(run_dir) as ownership:
             write_text(marks / ATTEMPT_FILE, str(ownership.attempt))
             group = NodeGroup(0, plan.num_nodes, *_endpoint()) if plan.num_nodes > 1 else None
             _stop_before_the_limit(run_dir)
-            run_attempts(run_dir, config_path, config, plan, ownership, stop, group)
+            run_attempts(replace(spec, group=group), ownership)
     return 0
 
 

@@ -1,6 +1,6 @@
 """What the command calls to run: check the machine, make or reopen the run directory, launch, summarize.
 
-torch is imported by `launch.local` only, after everything that can be wrong has been told.
+torch is imported by the launchers only, after everything that can be wrong has been told.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hp_train.checkpoint.fit import checkpoint_changes, steps_misfits
 from hp_train.checkpoint.layout import newest_committed
@@ -20,25 +19,18 @@ from hp_train.config.paths import overrides_with_absolute_paths, pinned_paths, w
 from hp_train.config.schema import TrainerConfig
 from hp_train.data.index import mix_shares
 from hp_train.errors import ConfigError, ExitCode
-from hp_train.launch.capsule import describe_circumstances
+from hp_train.launch.capsule import describe_circumstances, recorded_recipe
 from hp_train.launch.devices import ProcessPlan, plan_processes
 from hp_train.launch.feed import Display
-from hp_train.launch.files import read_json, write_json, write_text
+from hp_train.launch.files import write_json, write_text
+from hp_train.launch.launch_spec import LaunchSpec
 from hp_train.launch.outcome import Cause, read_outcome
 from hp_train.launch.owner import Ownership, own
 from hp_train.launch.plain_log import PlainLog
-from hp_train.launch.run_dir import (
-    check_resume_dir,
-    check_run_dir,
-    create_run_dir,
-    free_bytes,
-)
+from hp_train.launch.run_dir import check_resume_dir, check_run_dir, create_run_dir, free_bytes
 from hp_train.launch.signals import StopSignals
 from hp_train.launch.summary import continue_command, summarize
 from hp_train.topology import BatchPlan
-
-if TYPE_CHECKING:  # it imports torch
-    from hp_train.launch.nodes import NodeGroup
 
 
 def machine_faults(config: TrainerConfig, run_dir: Path | None = None) -> list[str]:
@@ -80,8 +72,8 @@ def write_run_files(
 def resume_run(run_dir: Path, config: TrainerConfig, *, overrides: list[str], argv: list[str]) -> int:
     """Go on with the run in `run_dir` under `config`, its own with changes, and return the exit code.
 
-    A run that has taken all of its steps says so and nothing is started. Raises ConfigError if it is in use, or has come
-    further than `config` lets it.
+    A run that has taken all of its steps says so and nothing is started. Raises ConfigError if it is in use, or has
+    come further than `config` lets it.
     """
     run_dir = run_dir.absolute()
     config = with_absolute_paths(config)
@@ -98,8 +90,7 @@ def resume_run(run_dir: Path, config: TrainerConfig, *, overrides: list[str], ar
         attempt = ownership.attempt
         config_path = run_dir / f"config.attempt_{attempt}.yaml"
         write_text(config_path, _to_yaml(config))
-        recipe = (read_json(run_dir / "capsule.json") or {}).get("recipe", "")
-        circumstances = {**describe_circumstances(argv, recipe), "overrides": overrides}
+        circumstances = {**describe_circumstances(argv, recorded_recipe(run_dir)), "overrides": overrides}
         write_json(run_dir / f"capsule.attempt_{attempt}.json", circumstances)
         return _launch(run_dir, config_path, config, plan, ownership)
 
@@ -113,41 +104,28 @@ def _plan(config: TrainerConfig) -> ProcessPlan:
 
 def _launch(run_dir: Path, config_path: Path, config: TrainerConfig, plan: ProcessPlan, ownership: Ownership) -> int:
     with StopSignals().installed() as stop:
-        return run_attempts(run_dir, config_path, config, plan, ownership, stop)
+        return run_attempts(LaunchSpec(run_dir, config_path, config, plan, stop), ownership)
 
 
-def run_attempts(
-    run_dir: Path,
-    config_path: Path,
-    config: TrainerConfig,
-    plan: ProcessPlan,
-    ownership: Ownership,
-    stop: StopSignals,
-    group: NodeGroup | None = None,
-) -> int:
-    """Run the workers to their end, show them, say how it went and return the exit code.
+def run_attempts(spec: LaunchSpec, ownership: Ownership) -> int:
+    """Run the workers to their end, show them, say how it went and return the exit code."""
+    from hp_train.launch.plan_file import PLAN_FILE, describe_plan  # loads the schedules, which a refusal does without
 
-    `group` is the launchers of all nodes, of which this one leads, where there are several.
-    """
-    trainer = config.trainer
-    batch = BatchPlan(trainer.global_batch_size, plan.sizes.dp_size, trainer.micro_batch_size, trainer.seq_len)
-    pass_config = build_pass_config_from_trainer_config(config)
-    write_json(run_dir / "pass_config.json", dataclasses.asdict(pass_config))
+    run_dir, config, trainer = spec.run_dir, spec.config, spec.config.trainer
+    batch = BatchPlan(trainer.global_batch_size, spec.plan.sizes.dp_size, trainer.micro_batch_size, trainer.seq_len)
+    write_json(run_dir / "pass_config.json", dataclasses.asdict(build_pass_config_from_trainer_config(config)))
+    write_json(run_dir / PLAN_FILE, describe_plan(config, spec.plan, batch))
     checkpoints = run_dir / "checkpoints"
     changes = [f"changed: {change}" for change in checkpoint_changes(checkpoints, config)]
     disk = disk_need(config, checkpoints).describe(free_bytes(run_dir))
-    _say(batch.describe(), *plan.lines, *_origins(config, checkpoints), disk, f"run directory {run_dir}", *changes)
-    if config.launcher.name == "inline":
-        from hp_train.launch.inline import launch_inline
-
-        recipe = (read_json(run_dir / "capsule.json") or {}).get("recipe", "")
-        log = PlainLog(sys.stdout, trainer.log_every, loss_means_nothing=config.data.name == "random")
-        outcome = launch_inline(run_dir, config_path, plan, log, ownership, recipe)
-        _say(*summarize(run_dir, config, outcome))
-        return outcome.exit_code
-    from hp_train.launch.local import launch  # torch is loaded here, when nothing is left to refuse
-
-    end = launch(run_dir, config_path, config, plan, choose_display(config), stop, ownership, group)
+    _say(batch.describe(), *spec.plan.lines, *_origins(config, checkpoints), disk, f"run directory {run_dir}", *changes)
+    is_inline = config.launcher.name == "inline"
+    if is_inline:  # torch is loaded here, when nothing is left to refuse
+        from hp_train.launch.inline import launch_inline as launch
+    else:
+        from hp_train.launch.local import launch
+    # A debugger wants the terminal for itself.
+    end = launch(spec, ownership, _plain_log(config) if is_inline else choose_display(config))
     _say(*summarize(run_dir, config, end.outcome))
     if end.report:
         print(*end.report, sep="\n", file=sys.stderr, flush=True)
@@ -156,7 +134,6 @@ def run_attempts(
 
 def choose_display(config: TrainerConfig) -> Display:
     """Return the live view where stdout is a terminal, else plain lines."""
-    random_tokens = config.data.name == "random"
     if sys.stdout.isatty():
         from rich.console import Console
 
@@ -164,8 +141,12 @@ def choose_display(config: TrainerConfig) -> Display:
 
         console = Console()
         if console.is_interactive:
-            return LiveView(console, loss_means_nothing=random_tokens)
-    return PlainLog(sys.stdout, config.trainer.log_every, loss_means_nothing=random_tokens)
+            return LiveView(console, loss_means_nothing=config.data.name == "random")
+    return _plain_log(config)
+
+
+def _plain_log(config: TrainerConfig) -> PlainLog:
+    return PlainLog(sys.stdout, config.trainer.log_every, loss_means_nothing=config.data.name == "random")
 
 
 def _say(*lines: str) -> None:

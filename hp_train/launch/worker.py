@@ -21,13 +21,13 @@ from hp_train.checkpoint.fence import newest_attempt
 from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ExitCode, HpTrainError, SupersededError
 from hp_train.launch import lifeline
-from hp_train.launch.capsule import recorded_plugins
+from hp_train.launch.capsule import recorded_plugins, recorded_recipe
 from hp_train.launch.devices import mesh_sizes
 from hp_train.launch.failures import FAILED_MARK, Failure, record_failure
-from hp_train.launch.files import damaged, read_json, write_json
+from hp_train.launch.files import damaged, write_json
 from hp_train.launch.flight import collective_in_flight
 from hp_train.launch.lifeline import SHOW_STACKS
-from hp_train.launch.out_of_memory import advise, is_out_of_memory, measure
+from hp_train.launch.out_of_memory import advise, measure
 from hp_train.launch.outcome import Cause, Outcome, write_outcome
 from hp_train.launch.run_dir import rank_dir
 from hp_train.launch.watchdog import BOARD, STACKS_FILE, STANDING_FILE
@@ -103,14 +103,13 @@ def load_config(path: Path) -> TrainerConfig:
 
 def _context(run_dir: Path) -> RunContext:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    capsule = read_json(run_dir / "capsule.json") or {}
     return RunContext(
         run_dir=run_dir,
         attempt=int(os.environ.get(ATTEMPT, 0)),  # 0 under plain torchrun, until the ranks can agree on one
         rank=rank,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         world_size=world_size,
-        recipe=capsule.get("recipe", ""),
+        recipe=recorded_recipe(run_dir),
     )
 
 
@@ -163,11 +162,9 @@ def outcome_of(outcome: TrainOutcome, context: RunContext) -> Outcome:
     return Outcome(context.attempt, cause, int(outcome.exit_code), outcome.step, last_step=outcome.step)
 
 
-def _account_for(error: BaseException, config: TrainerConfig | None, context: RunContext) -> int:
-    if isinstance(error, SupersededError):  # the directory is another attempt's
-        print(f"hp-train: {error}", file=sys.stderr)
-        return int(error.exit_code)
-    failure = Failure(
+def failure_of(error: BaseException, context: RunContext) -> Failure:
+    """Return this rank's account of what it raised."""
+    return Failure(
         rank=context.rank,
         time_ns=time.time_ns(),
         type=type(error).__name__,
@@ -178,12 +175,20 @@ def _account_for(error: BaseException, config: TrainerConfig | None, context: Ru
         phase=str(context.progress.phase),
         exit_code=int(error.exit_code) if isinstance(error, HpTrainError) else int(ExitCode.FAILED),
     )
-    if ATTEMPT not in os.environ:  # no launcher of ours reads an account
+
+
+def _account_for(error: BaseException, config: TrainerConfig | None, context: RunContext) -> int:
+    """Leave this rank's account, where a launcher of ours reads it, and return the exit status."""
+    if isinstance(error, SupersededError):  # the directory is another attempt's
+        print(f"hp-train: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    failure = failure_of(error, context)
+    if ATTEMPT not in os.environ:
         print(failure.message if isinstance(error, HpTrainError) else failure.traceback, file=sys.stderr)
         return failure.exit_code
     folder = rank_dir(context.run_dir, context.attempt, context.rank)
     record_failure(folder, failure)
-    if config is not None and is_out_of_memory(error):
+    if config is not None and failure.is_out_of_memory:
         memory = measure()
         notes = (memory.describe(), f"what would help most: {'; or '.join(advise(config, memory))}")
         record_failure(folder, dataclasses.replace(failure, notes=notes))

@@ -1,7 +1,7 @@
-"""Line charts as inline SVG: axes with round ticks, a line a series, and the points for the page's hover. Pure. No torch.
+"""Line charts as inline SVG: axes with round ticks, a line a series, the points for the page's hover. Pure. No torch.
 
-Colours are CSS variables of the page, so that one picture reads on light and on dark. Long series are thinned so that every
-peak and valley stays: of each run of steps the lowest and the highest value are kept.
+Colours are CSS variables of the page, so that one picture reads on light and on dark. Long series are thinned so that
+every peak and valley stays: of each run of steps the lowest and the highest value are kept.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Axis:
 
 
 def round_ticks(low: float, high: float, most: int) -> list[float]:
-    """Return round numbers, at most `most` + 1, that span `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
+    """Return at most `most` + 1 round numbers that span `low` to `high`: multiples of 1, 2 or 5 x a power of ten."""
     if not high > low:
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad

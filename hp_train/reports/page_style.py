@@ -25,8 +25,9 @@ figcaption .key::before { content: ""; display: inline-block; width: 14px; heigh
 .key.s4::before { color: var(--s4); }
 svg { display: block; width: 100%; height: auto; } .grid { stroke: var(--rule); stroke-width: 1; }
 .tick { fill: var(--dim); font-size: 11px; } .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
-path.s1 { stroke: var(--s1); } path.s2 { stroke: var(--s2); } path.s3 { stroke: var(--s3); } path.s4 { stroke: var(--s4); }
-circle.s1 { fill: var(--s1); } circle.s2 { fill: var(--s2); } circle.s3 { fill: var(--s3); } circle.s4 { fill: var(--s4); }
+path.s1 { stroke: var(--s1); } path.s2 { stroke: var(--s2); } path.s3 { stroke: var(--s3); }
+path.s4 { stroke: var(--s4); } circle.s1 { fill: var(--s1); } circle.s2 { fill: var(--s2); }
+circle.s3 { fill: var(--s3); } circle.s4 { fill: var(--s4); }
 .cursor { stroke: var(--dim); stroke-dasharray: 3 3; visibility: hidden; }
 .tip { position: absolute; top: 36px; padding: 3px 8px; border-radius: 6px; background: var(--ink); color: var(--page);
   font-size: 12px; white-space: pre; pointer-events: none; visibility: hidden; }
@@ -43,10 +44,14 @@ for (const figure of document.querySelectorAll("figure.chart")) {
   const svg = figure.querySelector("svg"), cursor = figure.querySelector(".cursor"), tip = figure.querySelector(".tip");
   const data = JSON.parse(figure.querySelector("script").textContent);
   const [low, high] = data.x, span = high - low;
-  const place = step => span ? data.left + (step - low) / span * (data.right - data.left) : (data.left + data.right) / 2;
+  const share = step => span ? (step - low) / span : 0.5;
+  const place = step => data.left + share(step) * (data.right - data.left);
   const nearest = (points, step) => {
     let first = 0, last = points.length - 1;
-    while (last - first > 1) { const middle = (first + last) >> 1; points[middle][0] <= step ? first = middle : last = middle; }
+    while (last - first > 1) {
+      const middle = (first + last) >> 1;
+      points[middle][0] <= step ? first = middle : last = middle;
+    }
     return step - points[first][0] <= points[last][0] - step ? points[first] : points[last];
   };
   const show = event => {
@@ -61,8 +66,8 @@ for (const figure of document.querySelectorAll("figure.chart")) {
     tip.textContent = "step " + step.toLocaleString("en") + "\\n" + lines.join("\\n");
     cursor.setAttribute("x1", place(step)); cursor.setAttribute("x2", place(step));
     cursor.style.visibility = tip.style.visibility = "visible";
-    const left = place(step) / scale + 22;
-    tip.style.left = Math.max(4, left + tip.offsetWidth > figure.clientWidth ? left - tip.offsetWidth - 26 : left) + "px";
+    const left = place(step) / scale + 22, fits = left + tip.offsetWidth <= figure.clientWidth;
+    tip.style.left = Math.max(4, fits ? left : left - tip.offsetWidth - 26) + "px";
   };
   const hide = () => { cursor.style.visibility = tip.style.visibility = "hidden"; };
   svg.addEventListener("pointermove", show); svg.addEventListener("pointerdown", show);

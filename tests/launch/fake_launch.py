@@ -5,6 +5,7 @@ python fake_launch.py ROOT PLAN_JSON [key=value ...]     (max_steps, max_restart
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -28,9 +29,10 @@ def main() -> int:
     Path(root).mkdir(parents=True, exist_ok=True)
     real_launch = local.launch
 
-    def launch(run_dir, *arguments, **more):  # the one thing that differs from the command: which worker is started
-        (run_dir / "fake.json").write_text(json.dumps(json.loads(plan)))
-        return real_launch(run_dir, *arguments, **more, worker=(str(Path(__file__).with_name("fake_worker.py")),))
+    def launch(spec, *arguments):  # the one thing that differs from the command: which worker is started
+        (spec.run_dir / "fake.json").write_text(json.dumps(json.loads(plan)))
+        worker = (str(Path(__file__).with_name("fake_worker.py")),)
+        return real_launch(dataclasses.replace(spec, worker=worker), *arguments)
 
     local.launch = launch
     try:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hp_train.config.schema import TrainerConfig
-from hp_train.launch.out_of_memory import MemoryByKind, advise, is_out_of_memory, measure
+from hp_train.launch.failures import Failure
+from hp_train.launch.out_of_memory import MemoryByKind, advise, measure
 
 
 def test_bytes_are_those_of_the_live_objects() -> None:
@@ -23,21 +24,20 @@ def test_bytes_are_those_of_the_live_objects() -> None:
 
 
 @pytest.mark.parametrize(
-    "error, expected",
+    ("kind", "message", "expected"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
-        (RuntimeError("CUDA error: out of memory"), True),
-        (
-            RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried"),
-            True,
-        ),
-        (MemoryError(), True),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("out of memory"), False),
+        (torch.OutOfMemoryError.__name__, "CUDA out of memory. Tried to allocate 2.00 GiB", True),
+        (MemoryError.__name__, "", True),
+        ("RuntimeError", "CUDA error: out of memory", True),
+        ("AcceleratorError", "CUDA error: out of memory", True),
+        ("DistBackendError", "NCCL error: unhandled cuda error; Cuda failure 2 'out of memory'", True),
+        ("RuntimeError", "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you", True),
+        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied", False),
+        ("ValueError", "out of memory", False),
     ],
 )
-def test_which_errors_mean_memory(error: Exception, expected: bool) -> None:
-    assert is_out_of_memory(error) is expected
+def test_which_errors_mean_memory(kind: str, message: str, expected: bool) -> None:
+    assert Failure(0, 0, kind, message).is_out_of_memory is expected
 
 
 def test_advice_follows_the_larger_kind_and_what_is_set_already() -> None:
