@@ -39,7 +39,8 @@ WARM_UP_STEPS = 5
 SETTINGS = {
     "model.dim": 192, "model.num_layers": 4, "model.num_heads": 6, "model.ffn_dim": 512, "trainer.seq_len": 128,
     "trainer.global_batch_size": 8, "trainer.micro_batch_size": 4, "trainer.max_steps": STEPS,
-    "trainer.loss_chunk_tokens": 0, "trainer.device": "cpu", "checkpoint.every": 0, "optimizer.lr": 1e-3, "fsdp.implementation": "torch",
+    "trainer.loss_chunk_tokens": 0, "trainer.device": "cpu", "checkpoint.every": 0, "optimizer.lr": 1e-3,
+    "fsdp.implementation": "torch",
 }  # fmt: skip
 
 
@@ -200,8 +201,8 @@ def compare_startup() -> None:
             )
     ratio = statistics.median(own / other for own, other in zip(ours, theirs, strict=True))
     print(
-        f"first step of 2 processes: hp-train {statistics.median(ours):.2f} s, torchrun {statistics.median(theirs):.2f} s "
-        f"to its exit; median ratio {ratio:.2f}"
+        f"first step of 2 processes: hp-train {statistics.median(ours):.2f} s, torchrun "
+        f"{statistics.median(theirs):.2f} s to its exit; median ratio {ratio:.2f}"
     )
 
 

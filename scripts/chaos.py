@@ -8,7 +8,7 @@ of these to it:
     rank        kill -9 of a random rank                launcher    kill -9 of the launcher
     sigterm     SIGTERM, as a scheduler sends it        save        kill -9 of everything in the middle of a save
     orphans     the launcher dies, its tasks live on    truncate    a file of the newest checkpoint is cut or flipped
-    hang        a rank is stopped for good (SIGSTOP)    disk        the disk is full for a while (needs to mount a tmpfs)
+    hang        a rank is stopped for good (SIGSTOP)    disk        the disk is full for a while (mounts a tmpfs)
 
 After every round: no process is left, the attempt went on from the newest checkpoint of which every checksum holds,
 and the rows so far are the undisturbed run's, bit for bit. In the end so are all rows and the final checkpoint, and the

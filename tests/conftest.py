@@ -10,7 +10,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-START_PROCESSES = {"distributed", "launch", "slurm", "test_end_to_end.py", "test_cli_bad_inputs.py"}
+START_PROCESSES = {"distributed", "launch", "slurm", "bad_inputs", "test_end_to_end.py"}
 
 
 @pytest.fixture(autouse=True)

@@ -37,10 +37,11 @@ class DataConfig(Protocol):
 class SourceInfo:
     """What the data section refers to, or one source of its mix.
 
-    Token counts are None where there is no end (random) and for a mix, whose `parts` have them. `vocab_size` is the tokenizer's, special tokens included, and `max_token_id_bound` the largest id
-    that occurs; None where files do not tell (Megatron's) and for random, which follows the model. `longest_document` is
-    in tokens. `fingerprint` changes with any token of either part. `tokenizer` is its name, None where it is not known;
-    `tokenizer_sha256` is of its file, None for bytes. `setting` is what to call it in errors; empty: data=NAME.
+    Token counts are None where there is no end (random) and for a mix, whose `parts` have them. `vocab_size` is the
+    tokenizer's, special tokens included, and `max_token_id_bound` the largest id that occurs; None where files do not
+    tell (Megatron's) and for random, which follows the model. `longest_document` is in tokens. `fingerprint` changes
+    with any token of either part. `tokenizer` is its name, None where it is not known; `tokenizer_sha256` is of its
+    file, None for bytes. `setting` is what to call it in errors; empty: data=NAME.
     """
 
     name: str
@@ -248,13 +249,13 @@ def _describe_tokens(name: str, setting: str, path: str, key: str, val_path: str
         num_train_tokens = train.num_tokens - num_val_tokens
     else:
         num_train_tokens, num_val_tokens = train.num_tokens, val.num_tokens
+    largest_ids = [files.max_token_id for files in (train, val) if files and files.max_token_id is not None]
     return SourceInfo(
         name=name,
         num_train_tokens=num_train_tokens,
         num_val_tokens=num_val_tokens,
         vocab_size=train.vocabulary.size if train.vocabulary else None,
-        max_token_id_bound=max((files.max_token_id for files in (train, val) if files and files.max_token_id is not None),
-                               default=None),
+        max_token_id_bound=max(largest_ids, default=None),
         longest_document=None if train.longest_document is None else min(train.longest_document, num_train_tokens),
         fingerprint=hashlib.sha256((train.fingerprint + (val.fingerprint if val else "")).encode()).hexdigest(),
         tokenizer=train.vocabulary.tokenizer if train.vocabulary else None,

@@ -1,4 +1,4 @@
-"""What a person names as INPUT, to things that can be read: text files, Parquet files, Hugging Face datasets. Never torch."""
+"""What a person names as INPUT, to things that can be read: text and Parquet files, Hugging Face datasets. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUFFIXES = (*TEXT_SUFFIXES, PARQUET)
 
 
 class Input(Protocol):
-    """One input, read once from front to back. `num_bytes` is 0 if unknown, `sha256` holds once `tasks` is exhausted."""
+    """One input, read once from front to back. `num_bytes` is 0 if unknown, `sha256` holds when `tasks` is spent."""
 
     name: str
     num_bytes: int

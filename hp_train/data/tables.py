@@ -127,7 +127,7 @@ class HfDataset:
 
 @contextmanager
 def _one_line_for(name: str) -> Iterator[None]:
-    """Turn whatever the libraries raise of a person's dataset into one line: they document no exception of their own."""
+    """Turn whatever the libraries raise of a person's dataset into one line: they document no exceptions."""
     try:
         yield
     except ConfigError:

@@ -23,8 +23,8 @@ def shard_model(
 ) -> None:
     """Shard `model` in place over `mesh`: 1-D named dp_shard or dp_replicate, or 2-D (dp_replicate, dp_shard).
 
-    Every entry of `model.blocks` becomes a unit. With `precision` bf16 parameters are gathered and computed in bf16 and gradients
-    reduced in fp32; the sharded parameters stay fp32.
+    Every entry of `model.blocks` becomes a unit. With `precision` bf16 parameters are gathered and computed in bf16 and
+    gradients reduced in fp32; the sharded parameters stay fp32.
     """
     policy = MixedPrecisionPolicy()
     if precision == "bf16":

@@ -2,9 +2,9 @@
 
 Imports torch and the schedule. An edge is one direction between two stages on different ranks. `plain`, `batch` and
 `boundary` share one group among the pipeline's ranks (on the host, one for each direction); `multi_stream` has a group
-per edge, so that no transfer waits behind another edge's. The groups are the runtime's own: data-parallel traffic never mixes with theirs, and after a
-failure they are destroyed, which wakes every peer that waits on them. gloo matches messages by tag, one tag an edge;
-NCCL ignores tags and matches by order, which the proof has shown to agree.
+per edge, so that no transfer waits behind another edge's. The groups are the runtime's own: data-parallel traffic never
+mixes with theirs, and after a failure they are destroyed, which wakes every peer that waits on them. gloo matches
+messages by tag, one tag an edge; NCCL ignores tags and matches by order, which the proof has shown to agree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does `model.pretrained` fit this run? Told from config.json and the headers of the weights, before any worker. No torch.
+"""Does `model.pretrained` fit this run? Told from config.json and the weights' headers, before any worker. No torch.
 
 `adopt_shape` makes the model's shape that of the directory; `misfits` holds the stored tensors against it.
 """
@@ -80,8 +80,8 @@ def tokenizer_warnings(config: TrainerConfig) -> Iterator[str]:
         return  # no tokenizer to compare with; faults of the data are told elsewhere
     if source.tokenizer_sha256 != digest:
         yield (
-            f"data={config.data.name} holds ids of the tokenizer {source.tokenizer}, not of {beside}, which the weights "
-            f"know; prepare it again with `hp-train data prepare INPUT --tokenizer {beside} --out DIR`"
+            f"data={config.data.name} holds ids of the tokenizer {source.tokenizer}, not of {beside}, which the "
+            f"weights know; prepare it again with `hp-train data prepare INPUT --tokenizer {beside} --out DIR`"
         )
 
 

@@ -53,8 +53,8 @@ class StoredWeights:
         if held != wanted:
             name = next(name for name in [*wanted, *held] if wanted.get(name) != held.get(name))
             raise ConfigError(
-                f"checkpoint {self._source.folder} is not of the model in config.yaml: {name} is {held.get(name)} in it "
-                f"and {wanted.get(name)} by the config"
+                f"checkpoint {self._source.folder} is not of the model in config.yaml: {name} is {held.get(name)} in "
+                f"it and {wanted.get(name)} by the config"
             )
         self.names = tuple(wanted)
 

@@ -143,7 +143,7 @@ class CheckpointSession:
         return ends_in_time
 
     def watch(self) -> None:
-        """Warn on rank 0 as soon as a save in the background has failed; what follows from it is decided by `settle`."""
+        """Warn on rank 0 as soon as a save in the background has failed; `settle` decides what follows from it."""
         if self._saver is None or self.context.rank != 0 or self._has_warned:
             return
         error = self._saver.peek_error()

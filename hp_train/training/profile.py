@@ -1,9 +1,9 @@
 """Traces and memory snapshots of chosen steps: `metrics.profile_steps=[10,12]`.
 
 Each of those steps is recorded whole (forward, backward, exchange, optimizer) by torch's profiler into
-`<run>/profile/step_00000010/rank_R.trace.json.gz`, for ui.perfetto.dev, and `rank_R.ops.txt`, a table of what took time and
-memory. On CUDA `rank_R.memory.pickle` holds every allocation of the step with its stack, for pytorch.org/memory_viz.
-The first data-parallel rank of each pipeline stage records; the others do the same work.
+`<run>/profile/step_00000010/rank_R.trace.json.gz`, for ui.perfetto.dev, and `rank_R.ops.txt`, a table of what took time
+and memory. On CUDA `rank_R.memory.pickle` holds every allocation of the step with its stack, for
+pytorch.org/memory_viz. The first data-parallel rank of each pipeline stage records; the others do the same work.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rows to Weights & Biases: one run there for all attempts here. Needs the optional package `wandb`; only rank 0 comes here.
+"""Rows to Weights & Biases: one run there for all attempts here. Needs the optional package `wandb`; for rank 0 only.
 
-The id is made once and kept in `<run>/wandb.json`, so that a resumed run goes on in the same curves. $WANDB_MODE=offline
+The id is made once and kept in `<run>/wandb.json`: a resumed run goes on in the same curves. $WANDB_MODE=offline
 writes into the run directory alone, for `wandb sync` later; so does a run that the server cannot be reached from.
 """
 

@@ -1,4 +1,4 @@
-"""Mixing sources: shares kept at every length, no sample lost or read twice, whatever is asked for and in what order."""
+"""Mixing sources: shares kept at every length, no sample lost or read twice, in whatever order they are asked for."""
 
 from __future__ import annotations
 

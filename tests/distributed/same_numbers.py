@@ -73,8 +73,8 @@ def run_one(rank: int, world_size: int, run_dir: Path, config: TrainerConfig, *,
 def differences(reference: Numbers, other: Numbers, *, sgd: bool) -> list[str]:
     """Return what differs beyond float32 summation order; empty when the two runs are the same numbers.
 
-    Reordering sums moves float32 gradients of this size by some 3e-7 of their norm in the first step; AdamW amplifies it
-    from step to step, so that later steps are compared by loss (AdamW) and by weights (SGD).
+    Reordering sums moves float32 gradients of this size by some 3e-7 of their norm in the first step; AdamW amplifies
+    it from step to step, so that later steps are compared by loss (AdamW) and by weights (SGD).
     """
     found = []
     _compare(found, "step-1 loss", reference.losses[0], other.losses[0], 1e-6)

@@ -147,7 +147,7 @@ def test_a_planted_fault_is_caught(
 def test_one_process_equals_a_bare_loop_over_hugging_face_llama(
     reference: dict[str, tuple[Numbers, Numbers]], documents: Path
 ) -> None:
-    """Losses, norms and step-1 gradients of an independent loop: transformers' model, torch's AdamW, mean of all tokens."""
+    """Losses, norms and step-1 gradients of another loop: transformers' model, torch's AdamW, mean of all tokens."""
     expected = bare_loop(make_config(settings("packed, untied", documents), ADAMW, ONE_PROCESS))
     assert differences(expected, reference["packed, untied"][0], sgd=False) == []
 

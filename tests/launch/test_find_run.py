@@ -1,4 +1,4 @@
-"""What a person may type for RUN_DIR: a path, `last`, the end of an id; and what is said when it fits none or several."""
+"""What a person may type for RUN_DIR: a path, `last`, the end of an id; what is said when it fits none or several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run counts as standing still: all ranks, for longer than the limit, which is another until a step is through."""
+"""When a run counts as standing still: all ranks, for longer than the limit; until a step is through, another one."""
 
 from __future__ import annotations
 

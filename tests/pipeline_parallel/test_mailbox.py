@@ -65,7 +65,7 @@ def test_buffers_of_other_shapes_are_dropped() -> None:
 
 
 class Channel:
-    """Both ends' wires of one edge, in one process: messages by kind in order, and gloo's rule that sizes must agree."""
+    """Both ends' wires of one edge, in one process: messages by kind in order; sizes must agree, as with gloo."""
 
     is_host = True
     global_ranks = (0, 1)

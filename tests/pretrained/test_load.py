@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face directory on every kind of mesh: each rank holds its shards' very bits, and reads no more."""
+"""Weights of a Hugging Face directory on every kind of mesh: each rank holds its shards' very bits, reads no more."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def test_one_process_computes_what_transformers_does(tmp_path: Path) -> None:
         folder = write_directory(tmp_path / str(dtype), model, random_weights(model, dtype), num_files=num_files)
         reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         ours = Llama(model)
-        load_pretrained(make_config({"model.pretrained": str(folder), "model.tie_embeddings": model.tie_embeddings}).model,
-                        dict(ours.named_parameters()))  # fmt: skip
+        config = make_config({"model.pretrained": str(folder), "model.tie_embeddings": model.tie_embeddings})
+        load_pretrained(config.model, dict(ours.named_parameters()))
         tokens = torch.arange(48).view(2, 24) * 5 % 260
         with torch.no_grad():
             torch.testing.assert_close(ours(tokens), reference(tokens).logits, rtol=0, atol=2e-5)

@@ -82,7 +82,10 @@ def test_a_typed_key_must_not_contradict_the_file(tmp_path: Path, override: str,
         ({"num_hidden_layers": 0}, ("model.num_layers=0 is out of bounds",)),
         ({"num_hidden_layers": 5}, ("the weights lack model.layers.4.input_layernorm.weight and 8 more",)),
         ({"num_hidden_layers": 3}, ("hold model.layers.3.", "does not have")),
-        ({"intermediate_size": 64}, ("mlp.gate_proj.weight is [56, 32] in model.safetensors and [64, 32]", "and 11 more")),
+        (
+            {"intermediate_size": 64},
+            ("mlp.gate_proj.weight is [56, 32] in model.safetensors and [64, 32]", "and 11 more"),
+        ),
         ({"tie_word_embeddings": True, "vocab_size": 270}, ("model.embed_tokens.weight is [260, 32]",)),
     ],
 )  # fmt: skip

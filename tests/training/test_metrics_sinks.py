@@ -25,7 +25,8 @@ from hp_train.training.wandb_sink import WandbSink
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", 9.89e14), ("NVIDIA H100 PCIe", 7.56e14), ("NVIDIA H200", 9.89e14), ("NVIDIA H20", 1.48e14),
+        ("NVIDIA H100 80GB HBM3", 9.89e14), ("NVIDIA H100 PCIe", 7.56e14),
+        ("NVIDIA H200", 9.89e14), ("NVIDIA H20", 1.48e14),
         ("NVIDIA A100-SXM4-80GB", 3.12e14), ("NVIDIA A10G", 7.0e13), ("NVIDIA A10", 1.25e14), ("NVIDIA L40S", 3.62e14),
         ("NVIDIA L4", 1.21e14), ("NVIDIA GB200", 2.5e15), ("NVIDIA GH200 480GB", 9.89e14),
         ("NVIDIA GeForce RTX 4090", 1.65e14), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("Tesla T4", None),
@@ -59,7 +60,7 @@ class _FakeRun:
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """A `wandb` that keeps what it is given; while `refuses` is set, it answers as one that is offline or has no key."""
+    """A `wandb` that keeps what it is given; while `refuses` is set, it answers as if offline or without a key."""
 
     class Error(Exception):
         pass

@@ -40,177 +40,179 @@ def add_grads(model: Model, into: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return total
 
 
-def make_machine(mesh: DeviceMesh, mode: str) -> type[RuleBasedStateMachine]:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+class Sequences(RuleBasedStateMachine):
+    """`reduced` and `waiting` are the gradients expected in `.grad` and unreduced in the units."""
 
-    class Machine(RuleBasedStateMachine):
-        """`reduced` and `waiting` are the gradients expected in `.grad` and unreduced in the units."""
+    def __init__(self, mesh: DeviceMesh, mode: str) -> None:
+        super().__init__()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.model = wrap(build(**SIZES), fully_shard, mesh=mesh, mode=mode)
+        self.reference = build(**SIZES)
+        self.step = 0
+        self.losses: list[torch.Tensor] = []
+        self.reference_losses: list[torch.Tensor] = []
+        self.reduced: dict[str, torch.Tensor] = {}
+        self.waiting: dict[str, torch.Tensor] = {}
+        self.sync = True
+        self.frees = {"forward": mode != "ddp", "backward": True}
+        self.kept_full = False  # by flags or by hand: then full parameters are no leak
+        self.held: set[int] = set()
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = wrap(build(**SIZES), fully_shard, mesh=mesh, mode=mode)
-            self.reference = build(**SIZES)
-            self.step = 0
-            self.losses: list[torch.Tensor] = []
-            self.reference_losses: list[torch.Tensor] = []
-            self.reduced: dict[str, torch.Tensor] = {}
-            self.waiting: dict[str, torch.Tensor] = {}
-            self.sync = True
-            self.frees = {"forward": mode != "ddp", "backward": True}
-            self.kept_full = False  # by flags or by hand: then full parameters are no leak
-            self.held: set[int] = set()
+    def loss(self, model: Model, step: int = 0, *, rank: int | None = None) -> torch.Tensor:
+        samples = batch(step, self.rank if rank is None else rank, vocab=SIZES["vocab"])
+        return loss_of(model, samples)
 
-        # -- passes ---------------------------------------------------------------------------------------------
+    def reference_loss(self, step: int) -> torch.Tensor:
+        """The mean over all ranks, by one process."""
+        return torch.stack([self.loss(self.reference, step, rank=rank) for rank in range(self.world_size)]).mean()
 
-        @rule()
-        def forward(self) -> None:
-            self.step += 1
-            self.losses.append(loss_of(self.model, batch(self.step, rank, vocab=11)))
-            per_rank = [loss_of(self.reference, batch(self.step, each, vocab=11)) for each in range(world_size)]
-            assert torch.allclose(self.losses[-1], per_rank[rank], rtol=1e-5)
-            self.reference_losses.append(torch.stack(per_rank).mean())
+    # -- passes -------------------------------------------------------------------------------------------------
 
-        @precondition(lambda self: self.losses)
-        @rule()
-        def backward(self) -> None:
-            torch.stack(self.losses).sum().backward()
-            torch.stack(self.reference_losses).sum().backward()
-            self.waiting = add_grads(self.reference, self.waiting)
-            if self.sync:
-                for name, grad in self.waiting.items():
-                    self.reduced[name] = self.reduced[name] + grad if name in self.reduced else grad
-                self.waiting = {}
-            self.losses, self.reference_losses = [], []
-            self.kept_full = not self.frees["backward"]
-            self.check_gradients()
-            self.check_leaks()
+    @rule()
+    def forward(self) -> None:
+        self.step += 1
+        self.losses.append(self.loss(self.model, self.step))
+        assert torch.allclose(self.losses[-1], self.loss(self.reference, self.step), rtol=1e-5)
+        self.reference_losses.append(self.reference_loss(self.step))
 
-        @precondition(lambda self: not self.losses)
-        @rule()
-        def forward_without_grad(self) -> None:
-            with torch.no_grad():
-                loss = loss_of(self.model, batch(0, rank, vocab=11))
-                assert torch.allclose(loss, loss_of(self.reference, batch(0, rank, vocab=11)), rtol=1e-5)
-            self.kept_full = self.kept_full or not self.frees["forward"]
-            self.check_leaks()
-
-        # -- failures -------------------------------------------------------------------------------------------
-
-        @rule(module=st.sampled_from(["embed", "blocks.0.up", "blocks.1", "head"]))
-        def forward_that_raises(self, module: str) -> None:
-            handle = self.model.get_submodule(module).register_forward_hook(fail)
-            with pytest.raises(InjectedError):
-                loss_of(self.model, batch(0, rank, vocab=11))
-            handle.remove()
-            self.forget_passes()
-
-        @precondition(lambda self: self.losses)
-        @rule(module=st.sampled_from(["norm", "blocks.0.down", "blocks.1.norm"]))
-        def backward_that_raises(self, module: str) -> None:
-            handle = self.model.get_submodule(module).register_full_backward_pre_hook(fail)
-            with pytest.raises(InjectedError):
-                loss_of(self.model, batch(0, rank, vocab=11)).backward()
-            handle.remove()
-            self.forget_passes()
+    @precondition(lambda self: self.losses)
+    @rule()
+    def backward(self) -> None:
+        torch.stack(self.losses).sum().backward()
+        torch.stack(self.reference_losses).sum().backward()
+        self.waiting = add_grads(self.reference, self.waiting)
+        if self.sync:
+            for name, grad in self.waiting.items():
+                self.reduced[name] = self.reduced[name] + grad if name in self.reduced else grad
             self.waiting = {}
+        self.losses, self.reference_losses = [], []
+        self.kept_full = not self.frees["backward"]
+        self.check_gradients()
+        self.check_leaks()
 
-        def forget_passes(self) -> None:
-            self.losses, self.reference_losses = [], []
-            self.model.reset_iter_state()
-            self.model.zero_grad()
-            self.reduced, self.waiting = {}, {}
-            self.kept_full = False
-            self.held.clear()
-            self.check_leaks()
+    @precondition(lambda self: not self.losses)
+    @rule()
+    def forward_without_grad(self) -> None:
+        with torch.no_grad():
+            assert torch.allclose(self.loss(self.model), self.loss(self.reference), rtol=1e-5)
+        self.kept_full = self.kept_full or not self.frees["forward"]
+        self.check_leaks()
 
-        # -- settings and explicit calls ------------------------------------------------------------------------
+    # -- failures -----------------------------------------------------------------------------------------------
 
-        @rule(value=st.booleans())
-        def set_sync(self, value: bool) -> None:
-            self.model.set_requires_gradient_sync(value)
-            self.sync = value
+    @rule(module=st.sampled_from(["embed", "blocks.0.up", "blocks.1", "head"]))
+    def forward_that_raises(self, module: str) -> None:
+        handle = self.model.get_submodule(module).register_forward_hook(fail)
+        with pytest.raises(InjectedError):
+            self.loss(self.model)
+        handle.remove()
+        self.forget_passes()
 
-        @rule(value=st.booleans())
-        def set_frees_after_backward(self, value: bool) -> None:
-            self.model.set_reshard_after_backward(value)
-            self.frees["backward"] = value
+    @precondition(lambda self: self.losses)
+    @rule(module=st.sampled_from(["norm", "blocks.0.down", "blocks.1.norm"]))
+    def backward_that_raises(self, module: str) -> None:
+        handle = self.model.get_submodule(module).register_full_backward_pre_hook(fail)
+        with pytest.raises(InjectedError):
+            self.loss(self.model).backward()
+        handle.remove()
+        self.forget_passes()
+        self.waiting = {}
 
-        @rule(value=st.booleans())
-        def set_frees_after_forward(self, value: bool) -> None:
-            self.model.set_reshard_after_forward(value)
-            self.frees["forward"] = value
+    def forget_passes(self) -> None:
+        self.losses, self.reference_losses = [], []
+        self.model.reset_iter_state()
+        self.model.zero_grad()
+        self.reduced, self.waiting = {}, {}
+        self.kept_full = False
+        self.held.clear()
+        self.check_leaks()
 
-        @rule(unit=st.integers(0, 3), hold=st.booleans(), asynchronous=st.booleans())
-        def unshard(self, unit: int, hold: bool, asynchronous: bool) -> None:
-            handle = schedulers(self.model)[unit].modules[0].unshard(asynchronous, hold=hold)
-            if handle is not None and not hold:
-                handle.wait()
+    # -- settings and explicit calls ----------------------------------------------------------------------------
+
+    @rule(value=st.booleans())
+    def set_sync(self, value: bool) -> None:
+        self.model.set_requires_gradient_sync(value)
+        self.sync = value
+
+    @rule(value=st.booleans())
+    def set_frees_after_backward(self, value: bool) -> None:
+        self.model.set_reshard_after_backward(value)
+        self.frees["backward"] = value
+
+    @rule(value=st.booleans())
+    def set_frees_after_forward(self, value: bool) -> None:
+        self.model.set_reshard_after_forward(value)
+        self.frees["forward"] = value
+
+    @rule(unit=st.integers(0, 3), hold=st.booleans(), asynchronous=st.booleans())
+    def unshard(self, unit: int, hold: bool, asynchronous: bool) -> None:
+        handle = schedulers(self.model)[unit].modules[0].unshard(asynchronous, hold=hold)
+        if handle is not None and not hold:
+            handle.wait()
+        self.kept_full = True
+        if hold:
+            self.held.add(unit)
+
+    @rule(unit=st.integers(0, 3))
+    def reshard(self, unit: int) -> None:
+        schedulers(self.model)[unit].modules[0].reshard()
+        self.held.discard(unit)
+
+    @rule(set_to_none=st.booleans())
+    def zero_grad(self, set_to_none: bool) -> None:
+        self.model.zero_grad(set_to_none)
+        self.reduced = {} if set_to_none else {name: 0 * grad for name, grad in self.reduced.items()}
+        self.waiting = {}
+
+    @precondition(lambda self: not self.losses and self.reduced)
+    @rule(while_full=st.booleans())
+    def optimizer_step(self, while_full: bool) -> None:
+        if while_full:  # the full parameters are then older than the optimizer's and must not be used again
+            self.model.unshard(recurse=True)
             self.kept_full = True
-            if hold:
-                self.held.add(unit)
+        parameters = [param.sharded for scheduler in schedulers(self.model) for param in scheduler.state.params]
+        torch.optim.SGD(parameters, lr=LR).step()
+        with torch.no_grad():
+            for name, param in self.reference.named_parameters():
+                param -= LR * self.reduced[name]
+        for param in parameters:
+            param.grad = None
+        self.reduced = {}
 
-        @rule(unit=st.integers(0, 3))
-        def reshard(self, unit: int) -> None:
-            schedulers(self.model)[unit].modules[0].reshard()
-            self.held.discard(unit)
+    # -- checks -------------------------------------------------------------------------------------------------
 
-        @rule(set_to_none=st.booleans())
-        def zero_grad(self, set_to_none: bool) -> None:
-            self.model.zero_grad(set_to_none)
-            self.reduced = {} if set_to_none else {name: 0 * grad for name, grad in self.reduced.items()}
-            self.waiting = {}
-
-        @precondition(lambda self: not self.losses and self.reduced)
-        @rule(while_full=st.booleans())
-        def optimizer_step(self, while_full: bool) -> None:
-            if while_full:  # the full parameters are then older than the optimizer's and must not be used again
-                self.model.unshard(recurse=True)
-                self.kept_full = True
-            parameters = [param.sharded for scheduler in schedulers(self.model) for param in scheduler.state.params]
-            torch.optim.SGD(parameters, lr=LR).step()
-            with torch.no_grad():
-                for name, param in self.reference.named_parameters():
-                    param -= LR * self.reduced[name]
-            for param in parameters:
-                param.grad = None
-            self.reduced = {}
-
-        # -- checks ---------------------------------------------------------------------------------------------
-
-        def check_leaks(self) -> None:
-            if not self.kept_full and not self.held and not self.losses:
-                assert_nothing_full(self.model)
-
-        def check_gradients(self) -> None:
-            names = {p.fqn: p.sharded for s in schedulers(self.model) for p in s.state.params}
-            for name, param in names.items():
-                expected = self.reduced.get(name)
-                grad = full(param.grad)
-                assert (grad is None) == (expected is None), name
-                if expected is not None:
-                    assert torch.allclose(grad, expected, rtol=1e-4, atol=1e-6), name
-
-        def teardown(self) -> None:
-            self.model.reshard(recurse=True)
-            assert_nothing_full(self.model)
-            self.model.set_requires_gradient_sync(True)
-            self.model.set_reshard_after_backward(True)
-            for scheduler in schedulers(self.model):
-                for param in scheduler.state.params:
-                    param.sharded.grad = None
-            loss_of(self.model, batch(1, rank, vocab=11)).backward()  # with it, what was waiting
-            torch.stack([loss_of(self.reference, batch(1, r, vocab=11)) for r in range(world_size)]).mean().backward()
-            assert_grads(self.model, add_grads(self.reference, self.waiting), tolerance=1e-4)
+    def check_leaks(self) -> None:
+        if not self.kept_full and not self.held and not self.losses:
             assert_nothing_full(self.model)
 
-    return Machine
+    def check_gradients(self) -> None:
+        names = {p.fqn: p.sharded for s in schedulers(self.model) for p in s.state.params}
+        for name, param in names.items():
+            expected = self.reduced.get(name)
+            grad = full(param.grad)
+            assert (grad is None) == (expected is None), name
+            if expected is not None:
+                assert torch.allclose(grad, expected, rtol=1e-4, atol=1e-6), name
+
+    def teardown(self) -> None:
+        self.model.reshard(recurse=True)
+        assert_nothing_full(self.model)
+        self.model.set_requires_gradient_sync(True)
+        self.model.set_reshard_after_backward(True)
+        for scheduler in schedulers(self.model):
+            for param in scheduler.state.params:
+                param.sharded.grad = None
+        self.loss(self.model, 1).backward()  # with it, what was waiting
+        self.reference_loss(1).backward()
+        assert_grads(self.model, add_grads(self.reference, self.waiting), tolerance=1e-4)
+        assert_nothing_full(self.model)
 
 
 def search(rank: int, world_size: int, mode: str) -> None:
     names = ("dp_replicate",) if mode == "ddp" else ("dp_shard",)
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=names)
     run_state_machine_as_test(
-        make_machine(mesh, mode),
+        lambda: Sequences(mesh, mode),
         settings=settings(
             derandomize=True,
             database=None,

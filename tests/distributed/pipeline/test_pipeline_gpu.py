@@ -1,4 +1,4 @@
-"""The pipeline on CUDA and NCCL: streams, group calls, aborted communicators. One device makes a pipeline of one rank."""
+"""The pipeline on CUDA and NCCL: streams, group calls, aborted communicators. One device makes a pipeline of one."""
 
 from __future__ import annotations
 
