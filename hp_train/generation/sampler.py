@@ -58,12 +58,14 @@ def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> i
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def text_pieces(ids: Iterator[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """Yield the text of `ids` as it comes, whole characters only: a token may end amid one.
+def text_pieces(
+    ids: Iterator[int], decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()
+) -> Iterator[str]:
+    """Yield the text of `ids`, which follow `prompt`, as it comes, whole characters only: a token may end amid one.
 
     New tokens are decoded with the last ones before them, because some tokenizers drop a blank at the beginning.
     """
-    context: list[int] = []
+    context = list(prompt[-_CONTEXT_TOKENS:])
     new: list[int] = []
     for token in ids:
         new.append(token)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
+from tokenizers import Tokenizer, decoders, models
 
 from hp_train.cli import main
 from hp_train.config.schema import TrainerConfig
@@ -165,6 +166,15 @@ def test_text_comes_in_whole_characters() -> None:
         return bytes(tokens).decode(errors="replace")
 
     assert list(text_pieces(iter(ids), decode)) == ["a", "ß", "€", "🙂", "\ufffd"]
+
+
+def test_a_word_that_follows_the_prompt_keeps_its_blank() -> None:
+    """A tokenizer of the SentencePiece kind marks blanks in front of words, and drops the first of what it decodes."""
+    tokenizer = Tokenizer(models.WordLevel({"▁good": 0, "▁morning": 1, "!": 2}, unk_token="!"))
+    tokenizer.decoder = decoders.Metaspace()
+    assert tokenizer.decode([1]) == "morning"
+    assert "".join(text_pieces(iter([1, 1, 2]), tokenizer.decode, [0])) == " morning morning!"
+    assert "".join(text_pieces(iter([0, 1, 2]), tokenizer.decode)) == "good morning!"
 
 
 MISTAKES = {
