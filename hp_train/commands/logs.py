@@ -1,24 +1,25 @@
 """`hp-train logs RUN [--rank N | --failed] [-f]`: what a run's launcher and ranks printed. No torch.
 
-Without an option the launcher's log of a SLURM job, then every rank's lines, each with its rank before it.
+Without an option the launcher's log of a SLURM job, then every node's log, in which each line has its rank before it.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from hp_train.checkpoint.fence import newest_attempt
 from hp_train.errors import ConfigError
 from hp_train.launch.history import LineTail
+from hp_train.launch.node_log import node_logs, prefix_of
 from hp_train.launch.outcome import read_outcome
-from hp_train.launch.run_dir import attempt_dir, rank_dir
 from hp_train.launch.run_of_job import find_run_or_job
 from hp_train.launch.run_state import read_state
 
 _POLL_S = 0.5
-_STREAMS = ("stdout.log", "stderr.log")
+_ASK_EVERY_S = 5.0  # the scheduler is asked no more often than that
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,23 +37,23 @@ def run(args: argparse.Namespace) -> int:
     run_dir = find_run_or_job(args.run)
     attempt = newest_attempt(run_dir) if args.attempt is None else args.attempt
     rank = _failed_rank(run_dir, attempt) if args.failed else args.rank
-    tails = _launcher_logs(run_dir) if rank is None and args.attempt is None else {}
-    tails |= _rank_logs(run_dir, attempt, rank)
-    if not tails:
+    keep = "" if rank is None else prefix_of(rank)
+    printer = _Printer(keep)
+    printer.add([*(_job_logs(run_dir) if rank is None and args.attempt is None else []), *node_logs(run_dir, attempt)])
+    if not args.follow and not printer.print_new(last=True):
         raise ConfigError(
             f"{run_dir} has no logs of " + (f"rank {rank} in " if rank is not None else "") + f"attempt {attempt}"
         )
-    _print(tails, last=not args.follow)
-    while args.follow:
-        over = read_state(run_dir).is_over
-        newest = newest_attempt(run_dir)
-        if args.attempt is None and newest != attempt:
-            attempt = newest
-        tails |= {name: tail for name, tail in _rank_logs(run_dir, attempt, rank).items() if name not in tails}
-        _print(tails, last=over)
-        if over:
-            break
-        time.sleep(_POLL_S)
+    asked_at, over = -_ASK_EVERY_S, False
+    while args.follow and not over:
+        if time.monotonic() - asked_at >= _ASK_EVERY_S:
+            asked_at, over = time.monotonic(), read_state(run_dir).is_over
+        if args.attempt is None:
+            attempt = newest_attempt(run_dir)
+            printer.add(_job_logs(run_dir) if rank is None else [])
+        printer.add(node_logs(run_dir, attempt))
+        printer.print_new(last=over)
+        time.sleep(0 if over else _POLL_S)
     return 0
 
 
@@ -63,25 +64,29 @@ def _failed_rank(run_dir: Path, attempt: int) -> int:
     return outcome.rank
 
 
-def _launcher_logs(run_dir: Path) -> dict[tuple[str, str], LineTail]:
-    """Return the logs of a run's jobs, oldest first, keyed by file and what to print before each line."""
-    logs = sorted(run_dir.glob("slurm_*.out"), key=lambda path: path.stat().st_mtime)
-    return {(str(path), ""): LineTail(path) for path in logs}
+def _job_logs(run_dir: Path) -> list[Path]:
+    """Return the logs of a run's jobs, oldest first."""
+    return sorted(run_dir.glob("slurm_*.out"), key=lambda path: path.stat().st_mtime)
 
 
-def _rank_logs(run_dir: Path, attempt: int, only: int | None) -> dict[tuple[str, str], LineTail]:
-    folders = attempt_dir(run_dir, attempt).glob("rank_*")
-    ranks = sorted(int(folder.name.removeprefix("rank_")) for folder in folders if folder.name[5:].isdigit())
-    chosen = ranks if only is None else [rank for rank in ranks if rank == only]
-    paths = [(rank, rank_dir(run_dir, attempt, rank) / stream) for rank in chosen for stream in _STREAMS]
-    return {
-        (str(path), "" if only is not None else f"[rank {rank}] "): LineTail(path)
-        for rank, path in paths
-        if path.exists()
-    }
+class _Printer:
+    """Prints what is new in a growing number of files: all lines, or those that begin with `keep`, without it."""
 
+    def __init__(self, keep: str) -> None:
+        self._keep = keep
+        self._tails: dict[Path, LineTail] = {}
 
-def _print(tails: dict[tuple[str, str], LineTail], *, last: bool) -> None:
-    for (_, prefix), tail in tails.items():
-        for line in tail.poll(torn=last):
-            print(f"{prefix}{line}", flush=True)
+    def add(self, paths: Iterable[Path]) -> None:
+        """Look at these files from now on, too."""
+        for path in paths:
+            self._tails.setdefault(path, LineTail(path))
+
+    def print_new(self, *, last: bool) -> bool:
+        """Print the lines that have come, with `last` the torn ones too, and say whether there were any."""
+        printed = False
+        for tail in self._tails.values():
+            for line in tail.poll(torn=last):
+                if line.startswith(self._keep):
+                    print(line.removeprefix(self._keep), flush=True)
+                    printed = True
+        return printed

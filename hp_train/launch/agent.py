@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from hp_train.launch.failures import DeadWorker
 from hp_train.launch.lifeline import STOP_SIGNALS
+from hp_train.launch.node_log import NodeLog
 
 KILL_AFTER_S = 5
 _EXIT_BARRIER_S = 30.0  # for the other nodes' workers to end, once this node's have ended well
@@ -129,11 +130,12 @@ def _status_of(process: subprocess.Popen) -> int | None:
 
 
 class RankLogs(LogsSpecs):
-    """stdout.log and stderr.log of each rank in `<attempt>/rank_R/`, and what each worker's environment adds."""
+    """A pipe into the node's log for what each rank prints, and what each worker's environment adds."""
 
-    def __init__(self, attempt_dir: str, environment: dict[str, str]) -> None:
+    def __init__(self, attempt_dir: str, environment: dict[str, str], node_log: NodeLog) -> None:
         super().__init__(log_dir=attempt_dir)
         self._environment = environment
+        self._node_log = node_log
 
     @property
     def root_log_dir(self) -> str:
@@ -141,15 +143,13 @@ class RankLogs(LogsSpecs):
         return str(self._root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make each rank's folder and return where its streams go."""
+        """Make the pipes and return where each rank's streams go; torch opens them when it starts the rank."""
         logs = LogsDest()
         for local_rank, environment in envs.items():
             environment.update(self._environment)
-            folder = os.path.join(self.root_log_dir, f"rank_{environment['RANK']}")
-            os.makedirs(folder, exist_ok=True)
-            logs.stdouts[local_rank] = os.path.join(folder, "stdout.log")
-            logs.stderrs[local_rank] = os.path.join(folder, "stderr.log")
-            logs.error_files[local_rank] = os.path.join(folder, "error.json")
+            rank = environment["RANK"]
+            logs.stdouts[local_rank] = logs.stderrs[local_rank] = self._node_log.pipe_for(int(rank))
+            logs.error_files[local_rank] = os.path.join(self.root_log_dir, f"rank_{rank}", "error.json")
         return logs
 
 

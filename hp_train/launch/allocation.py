@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
 
 from hp_train.errors import ConfigError, ExitCode
-from hp_train.launch.outcome import read_outcome
+from hp_train.launch.outcome import Cause, read_outcome, write_outcome
 from hp_train.launch.run_dir import create_run_dir
 from hp_train.launch.submit import SCRIPT, Submission, make_run, write_submission
 from hp_train.launch.watch import watch
@@ -24,7 +25,7 @@ def run_here(item: Submission, argv: list[str], run_dir: Path | None = None) -> 
     there = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     if there != launcher.nodes:
         raise ConfigError(
-            f"this allocation has {there} nodes and launcher.nodes={launcher.nodes}; use launcher.nodes={there}"
+            f"launcher.nodes={launcher.nodes} and the nodes of this allocation are {there}; use launcher.nodes={there}"
         )
     if launcher.array is not None:
         raise ConfigError(
@@ -38,12 +39,14 @@ def run_here(item: Submission, argv: list[str], run_dir: Path | None = None) -> 
         make_run(run_dir, item, argv)
     else:
         write_submission(item, run_dir, argv)
-    log = run_dir / f"slurm_{os.environ['SLURM_JOB_ID']}.out"
+    job_id = os.environ["SLURM_JOB_ID"]
+    shutil.rmtree(run_dir / "slurm" / f"{job_id}.0", ignore_errors=True)  # of an earlier start in this allocation
+    log = run_dir / f"slurm_{job_id}.out"
     with open(log, "a") as output:
         script = subprocess.Popen(
             ["bash", str(run_dir / SCRIPT)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-    print(f"running in job {os.environ['SLURM_JOB_ID']}: {run_dir}\n  its log: {log}", flush=True)
+    print(f"running in job {job_id}: {run_dir}\n  its log: {log}", flush=True)
     return _show(run_dir, script)
 
 
@@ -65,4 +68,7 @@ def _show(run_dir: Path, script: subprocess.Popen) -> int:
     if outcome is None:
         print(f"hp-train: the run left no word of its end; see {run_dir}", flush=True)
         return int(ExitCode.FAILED)
-    return int(ExitCode.INTERRUPTED) if asked and outcome.cause.is_saved else outcome.exit_code
+    if asked and outcome.cause is Cause.TIME_LIMIT:  # as its launchers took the signal that was passed on
+        outcome = dataclasses.replace(outcome, cause=Cause.STOPPED, exit_code=int(ExitCode.INTERRUPTED))
+        write_outcome(run_dir, outcome)
+    return outcome.exit_code

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed.elastic.rendezvous.registry as rendezvous
@@ -27,6 +28,7 @@ from hp_train.launch.failures import FAILED_MARK, DeadWorker
 from hp_train.launch.feed import Display, Feed
 from hp_train.launch.launch_spec import LaunchSpec
 from hp_train.launch.lifeline import LAUNCHER_PID
+from hp_train.launch.node_log import NodeLog, node_log
 from hp_train.launch.owner import Ownership
 from hp_train.launch.run_dir import attempt_dir, rank_dir
 from hp_train.launch.snapshot import checkout
@@ -72,6 +74,8 @@ class _RunningAttempt:
             first_step_timeout_s=launcher.first_step_timeout,
             failure_timeout_s=launcher.failure_timeout,
         )
+        self._node = 0 if spec.group is None else spec.group.node_rank
+        self._log = NodeLog(node_log(spec.run_dir, holder.attempt, self._node))
         self._agent: RunAgent
 
     def run(self, display: Display, feed: Feed) -> None:
@@ -80,28 +84,33 @@ class _RunningAttempt:
         environment = {**_environment(self.record.attempt, spec.plan), BOARD: str(self._watchdog.board.path)}
         with contextlib.ExitStack() as stack:
             stack.callback(self._watchdog.close)
-            stack.enter_context(_agent_log(self._folder))
+            stack.enter_context(_agent_log(self._folder / f"agent_{self._node}.log"))
             handler = _rendezvous(spec, self.record.attempt)
             stack.callback(handler.shutdown)
             self._agent = RunAgent(
                 _worker_spec(spec, handler),
-                RankLogs(str(self._folder), environment),
+                RankLogs(str(self._folder), environment, self._log),
                 on_failure=self._note_dead,
-                on_start=lambda: spec.stop.watch_over(self._agent),
+                on_start=self._note_start,
                 must_end=self._must_end,
                 has_ended=self._has_ended,
             )
             stack.enter_context(display)
             stack.enter_context(feed)
+            stack.enter_context(self._log)  # it ends first: the feed shows what the workers said last
             stack.callback(spec.stop.watch_over, None)
             self._agent.run()
+
+    def _note_start(self) -> None:
+        self._log.release()
+        self._spec.stop.watch_over(self._agent)
 
     def _note_dead(self, dead: list[DeadWorker]) -> None:
         self._mark_failed()
         self._raise_flag()
         record = self.record
         if not record.dead and not record.standings and not record.superseded:
-            record.dead.extend(dead)
+            record.dead.extend(replace(each, last_words=self._log.last_words(each.rank)) for each in dead)
             record.notes.update({rank: self._watchdog.board.read(slot) for slot, rank in self._agent.ranks().items()})
 
     def _must_end(self) -> bool:
@@ -185,10 +194,10 @@ def _environment(attempt: int, plan: ProcessPlan) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _agent_log(folder: Path) -> Iterator[None]:
-    """Send what torch's agent logs to a file: on the terminal it would bury the cause of a failure."""
+def _agent_log(path: Path) -> Iterator[None]:
+    """Send what torch's agent logs, if anything, to a file: on the terminal it would bury the cause of a failure."""
     logger = logging.getLogger("torch.distributed.elastic")
-    handler = logging.FileHandler(folder / "agent.log")
+    handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     propagate, logger.propagate = logger.propagate, False
     logger.addHandler(handler)

@@ -12,7 +12,7 @@ from hp_train.checkpoint.layout import newest_committed, read_manifest
 from hp_train.errors import CheckpointError, ExitCode
 from hp_train.launch.failures import DeadWorker, Failure, collect_failures, describe_failures, first_cause
 from hp_train.launch.feed import Feed
-from hp_train.launch.hang import Standing, hang_failure
+from hp_train.launch.hang import Standing, hang_cause, hang_failure
 from hp_train.launch.history import read_facts, read_rows
 from hp_train.launch.memory_kills import count_memory_kills
 from hp_train.launch.outcome import Cause, Outcome, read_outcome
@@ -63,7 +63,8 @@ class AttemptRecord:
         if stop.killed:
             return self.killed(last_step)
         if self.standings:
-            return self.judge_failures([hang_failure(self.standings, self.stood_still_s, self.sizes)])
+            failure = hang_failure(self.standings, self.stood_still_s, self.sizes)
+            return self.judge_failures([failure], hang_cause(self.standings))
         if self.lost_node:
             message = f"{self.lost_node} is lost: its launcher told nothing of the end of the attempt"
             outcome = self.outcome(
@@ -84,10 +85,13 @@ class AttemptRecord:
         outcome = self.outcome(Cause.CANCELLED, int(ExitCode.FAILED), step, message=message)
         return AttemptEnd(outcome, (f"hp-train: {message}",))
 
-    def judge_failures(self, failures: list[Failure]) -> AttemptEnd:
-        """Return the end of a failed attempt: a line for what deserves a line, else the whole account."""
+    def judge_failures(self, failures: list[Failure], cause: Cause | None = None) -> AttemptEnd:
+        """Return the end of a failed attempt: a line for what deserves a line, else the whole account.
+
+        `cause` is given where it is known better than the first failure tells.
+        """
         first = first_cause(failures)
-        cause, code = self._cause_of(first), ExitCode(first.exit_code)
+        cause, code = cause or self._cause_of(first), ExitCode(first.exit_code)
         outcome = self.outcome(
             cause, int(code), first.step, rank=first.rank, coordinates=first.coordinates, phase=first.phase,
             message=f"{first.type}: {first.message}" if first.type else first.message,
@@ -95,7 +99,7 @@ class AttemptRecord:
         )  # fmt: skip
         if code != ExitCode.FAILED:
             return AttemptEnd(outcome, tuple(f"hp-train: {line}" for line in first.message.splitlines()))
-        lines = describe_failures(self.run_dir, self.attempt, self.sizes.world_size, failures)
+        lines = describe_failures(self.run_dir, self.attempt, self.sizes.world_size, len(self.nodes), failures)
         return AttemptEnd(outcome, (f"hp-train: attempt {self.attempt} failed", *lines))
 
     def _cause_of(self, failure: Failure) -> Cause:

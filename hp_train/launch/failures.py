@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hp_train.launch.files import read_json, write_json
+from hp_train.launch.node_log import node_log
 from hp_train.launch.run_dir import attempt_dir, rank_dir
 from hp_train.topology import MeshSizes, coordinates_of
 from hp_train.training.progress import Note
 
 FAILED_MARK = "FAILED"  # in the attempt's folder: written before the launcher ends the other workers
-_TAIL_LINES = 20
 MOST_RANKS_LISTED = 16
 
 # What gloo, NCCL, TCPStore and sockets say when the other side is gone or does not answer.
@@ -31,12 +31,13 @@ _COMMUNICATION = re.compile(
     r"watchdog caught collective|should dump",
     re.IGNORECASE,
 )
-HUNG_IN_COMMUNICATION = "HungConnection"  # all ranks wait at the same place
+HUNG_TOGETHER = "Hung"  # all ranks stand at the same place, and none is the cause
 # What torch and the sockets raise then, and what the pipeline does on ranks that only hear of another rank's end.
 _COMMUNICATION_TYPES = {
-    HUNG_IN_COMMUNICATION, "PipelineError", "PipelineHang", "DistNetworkError", "DistStoreError", "ConnectionResetError",
+    HUNG_TOGETHER, "PipelineError", "PipelineHang", "DistNetworkError", "DistStoreError", "ConnectionResetError",
     "BrokenPipeError", "EOFError",
 }  # fmt: skip
+
 _MAY_LACK_MEMORY = ("RuntimeError", "AcceleratorError", "DistBackendError")  # of the CPU, the driver and NCCL: by words
 
 
@@ -100,6 +101,7 @@ class DeadWorker:
     rank: int
     status: int  # exit status; negative: the signal that killed it
     time_ns: int  # when it was seen
+    last_words: str = ""  # the last lines that it printed
 
 
 def collect_failures(
@@ -112,11 +114,10 @@ def collect_failures(
     seen = {worker.rank: worker for worker in dead}
     failures = []
     for rank in range(sizes.world_size):
-        folder = rank_dir(run_dir, attempt, rank)
-        failure = read_failure(folder)
+        failure = read_failure(rank_dir(run_dir, attempt, rank))
         if failure is None and rank in seen:
             where = coordinates_of(rank, sizes).describe()
-            failure = replace(_speak_for(seen[rank], folder), coordinates=where)
+            failure = replace(_speak_for(seen[rank]), coordinates=where)
             note = notes.get(rank)
             if note is not None:
                 failure = replace(failure, step=note.step, phase=str(note.phase))
@@ -125,8 +126,8 @@ def collect_failures(
     return failures
 
 
-def _speak_for(worker: DeadWorker, folder: Path) -> Failure:
-    tail = _last_lines(folder / "stderr.log")
+def _speak_for(worker: DeadWorker) -> Failure:
+    tail = "".join(f"\n    {line}" for line in worker.last_words.splitlines())
     if worker.status >= 0:
         early = "before the end of the run " if worker.status == 0 else ""
         message = f"the process exited {early}with status {worker.status} and left no account of its own"
@@ -149,14 +150,6 @@ def _signal_name(number: int) -> str:
         return "unknown"
 
 
-def _last_lines(path: Path) -> str:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return ""
-    return "".join(f"\n    {line}" for line in lines[-_TAIL_LINES:])
-
-
 def first_cause(failures: list[Failure]) -> Failure:
     """Return the failure that the others follow from.
 
@@ -170,13 +163,16 @@ def first_cause(failures: list[Failure]) -> Failure:
     return min(failures, key=order)
 
 
-def describe_failures(run_dir: Path, attempt: int, world_size: int, failures: list[Failure]) -> list[str]:
+def describe_failures(
+    run_dir: Path, attempt: int, world_size: int, num_nodes: int, failures: list[Failure]
+) -> list[str]:
     """Return the report of a failed attempt, the cause last and its traceback once."""
     cause = first_cause(failures)
     told = {failure.rank: failure for failure in failures}
     lines = []
     for rank in range(min(world_size, MOST_RANKS_LISTED)):
-        lines.append(f"rank {rank}: {_in_short(told.get(rank), cause)}; {rank_dir(run_dir, attempt, rank)}")
+        log = node_log(run_dir, attempt, rank * num_nodes // world_size)
+        lines.append(f"rank {rank}: {_in_short(told.get(rank), cause)}; {log}")
     if world_size > MOST_RANKS_LISTED:
         lines.append(f"ranks {MOST_RANKS_LISTED}-{world_size - 1}: {attempt_dir(run_dir, attempt)}")
     if cause.traceback:
@@ -199,7 +195,7 @@ def _describe_cause(cause: Failure) -> list[str]:
     when = f" at step {cause.step}" if cause.step else ""
     when += f", {cause.phase}" if cause.phase else ""
     kind = f"{cause.type}: " if cause.type else ""
-    if cause.type == HUNG_IN_COMMUNICATION:
+    if cause.type == HUNG_TOGETHER:
         return [*cause.notes, f"hung{when}: {cause.message}"]
     if cause.is_communication:
         head = f"no rank gave a cause; {where} was the first to lose its connection{when}: {kind}{cause.message}"

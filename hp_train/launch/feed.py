@@ -1,7 +1,7 @@
 """The thread that shows a running attempt: it follows the files that rank 0 writes and feeds a display. No torch.
 
 It runs in the launcher, beside the agent in the main thread. What rank 0 prints (warnings above all) is shown as lines
-between the display's own; the other ranks' output stays in their log files.
+between the display's own; the other ranks' output stays in the log.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from queue import Empty, SimpleQueue
 from typing import Protocol, Self
 
 from hp_train.launch.history import History, LineTail, read_facts, rows_of
-from hp_train.launch.run_dir import attempt_dir, rank_dir
+from hp_train.launch.node_log import node_log, prefix_of
+from hp_train.launch.run_dir import attempt_dir
 
 _POLL_S = 0.1
+_OF_RANK_0 = prefix_of(0)
 
 
 class Display(Protocol):
@@ -71,7 +73,7 @@ class Feed:
         self._display = display
         self._messages = messages
         self._metrics = LineTail(run_dir / "metrics.jsonl")
-        self._logs = [LineTail(rank_dir(run_dir, attempt, 0) / name) for name in ("stdout.log", "stderr.log")]
+        self._log = LineTail(node_log(run_dir, attempt, 0))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="feed", daemon=True)
 
@@ -96,9 +98,9 @@ class Feed:
             self._poll()
 
     def _poll(self, last: bool = False) -> None:
-        for tail in self._logs:
-            for line in tail.poll(torn=last):
-                self._display.line(line)
+        for line in self._log.poll(torn=last):
+            if line.startswith(_OF_RANK_0):
+                self._display.line(line.removeprefix(_OF_RANK_0))
         self._poll_steps()
         while True:
             try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 
+LATEST = "latest "  # before a collective that may have ended already
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, and of the other backends
 
 
@@ -28,7 +29,7 @@ def collective_in_flight() -> str:
         if active:
             return _describe(active[0])  # what comes after it waits for it
         if entries:
-            return f"latest {_describe(entries[-1])}"
+            return f"{LATEST}{_describe(entries[-1])}"
     return ""
 
 

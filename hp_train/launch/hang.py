@@ -11,11 +11,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hp_train.launch.failures import HUNG_IN_COMMUNICATION, MOST_RANKS_LISTED, Failure
+from hp_train.launch.failures import HUNG_TOGETHER, MOST_RANKS_LISTED, Failure
+from hp_train.launch.outcome import Cause
 from hp_train.topology import MeshSizes, coordinates_of
 from hp_train.training.progress import Phase
 
 _FRAMES_SHOWN = 6
+_AT_FILES = (Phase.DATA, Phase.LOAD, Phase.SAVE)  # where a process that does not answer waits for a disk
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
 _WAITS_IN = re.compile(
     r"torch/distributed/|hp_train/(fully_shard/(collectives|reduction|replicated)|pipeline_parallel/(transport|mailbox))"
@@ -50,6 +52,7 @@ class Standing:
     since_s: float | None  # how long ago it last got on; None if it never noted anything
     frames: tuple[Frame, ...] = ()  # of its main thread, innermost first
     more: str = ""  # the collective in flight and the place in the pipeline's schedule, where it could be asked
+    in_flight: bool = False  # whether a collective of its was surely under way, as NCCL's recorder can tell
 
     @property
     def collective(self) -> str:
@@ -58,6 +61,11 @@ class Standing:
             return ""
         named = (frame.function for frame in self.frames if frame.function not in _INTERNAL)
         return next(named, self.frames[0].function)
+
+    @property
+    def stands_alone(self) -> bool:
+        """Say whether it is known to be stuck in work of its own, outside of all communication."""
+        return not (self.collective or self.in_flight) and (bool(self.frames) or self.phase in _AT_FILES)
 
     def describe(self) -> str:
         """Return e.g. `step 7, data, in __next__ (hp_train/data/loader.py:85)`."""
@@ -91,6 +99,19 @@ def missing_ranks(standings: list[Standing]) -> list[int]:
     return [rank for rank, place in places.items() if place == min(places.values())]
 
 
+def hang_cause(standings: list[Standing]) -> Cause:
+    """Return what class of end a stand-still is.
+
+    no_progress: a rank that the others wait for (or all of them, or the only one) is found at work of its own, be it
+    forward, reading data or saving. communication: those that are waited for are in a collective or transfer, too, or
+    do not answer.
+    """
+    missing = missing_ranks(standings)
+    waited_for = [each for each in standings if each.rank in missing] or standings
+    alone = len(standings) == 1 and not standings[0].collective
+    return Cause.NO_PROGRESS if alone or any(each.stands_alone for each in waited_for) else Cause.COMMUNICATION
+
+
 def read_main_stack(path: Path) -> tuple[Frame, ...]:
     """Return the main thread's stack in what faulthandler wrote, innermost call first; empty if there is none.
 
@@ -114,14 +135,14 @@ def hang_failure(standings: list[Standing], stood_still_s: float, sizes: MeshSiz
     if missing and others:
         message += f"; {_ranks_text(missing)} missing, {_ranks_text([each.rank for each in others], 'wait')}"
     elif others:
-        message += "; no rank is missing: all wait there"
+        message += "; no rank is missing: all stand there"
     notes = []
     for each in standings[:MOST_RANKS_LISTED]:
         notes.append(f"rank {each.rank} ({coordinates_of(each.rank, sizes).describe()}): {each.describe()}")
         notes.extend(each.stack_lines())
     notes.append("the stacks of all threads are in stacks.txt of each rank")
     return Failure(
-        cause.rank, time.time_ns(), "" if missing else HUNG_IN_COMMUNICATION, message, "",
+        cause.rank, time.time_ns(), "" if missing else HUNG_TOGETHER, message, "",
         coordinates_of(cause.rank, sizes).describe(), cause.step, cause.phase, tuple(notes),
     )  # fmt: skip
 

@@ -42,7 +42,7 @@ def launch(spec: LaunchSpec, ownership: Ownership, display: Display) -> AttemptE
         outcomes.append(end.outcome)
         ownership.check()
         reason = why_not_again(outcomes)
-        if reason is not None and end.outcome.cause.may_restart:
+        if reason is not None and end.outcome.may_restart:
             end = _without_progress(end, reason)
         _write_outcome(spec.run_dir, end.outcome)
         if reason is not None or spec.stop.requested or restart == max_restarts:
@@ -71,7 +71,7 @@ def _run_round(spec: LaunchSpec, ownership: Ownership, display: Display, number:
 def _without_progress(end: AttemptEnd, reason: str) -> AttemptEnd:
     """Return an end that another attempt could have mended, were it not for `reason`."""
     message = f"{reason}: {end.outcome.message}"
-    outcome = replace(end.outcome, cause=Cause.NO_PROGRESS, message=message)
+    outcome = replace(end.outcome, cause=Cause.NO_PROGRESS, message=message, gave_up=True)
     return AttemptEnd(outcome, (*end.report, f"not started again: {reason}"))
 
 

@@ -3,7 +3,7 @@
     <run>/outcome.json                  of the last attempt
     <run>/logs/attempt_N/outcome.json   of attempt N
 
-What ended an attempt is one of the classes of `Cause`; whether the run is worth starting again follows from the class
+What ended an attempt is one of the classes of `Cause`; whether the run is worth starting again is told from outcomes
 alone, so that a scheduler's script and a launcher decide alike. Exit codes of processes in between are not trusted.
 """
 
@@ -36,13 +36,8 @@ class Cause(StrEnum):
     PREEMPTED = "preempted"  # the scheduler wanted the machines; everything is saved
     CANCELLED = "cancelled"  # by its owner
     TIME_LIMIT = "time_limit"  # of the allocation; everything is saved
-    NO_PROGRESS = "no_progress"  # attempts end without a new checkpoint, or fail the same way at the same step
+    NO_PROGRESS = "no_progress"  # no step within the limit; or attempts that come no further, see `Outcome.gave_up`
     UNKNOWN = "unknown"  # an error of ours or of the system: the message tells
-
-    @property
-    def may_restart(self) -> bool:
-        """Say whether the same run can go further when it is started again by itself."""
-        return self in _MAY_RESTART
 
     @property
     def is_saved(self) -> bool:
@@ -50,9 +45,10 @@ class Cause(StrEnum):
         return self in (Cause.DONE, Cause.STOPPED, Cause.PREEMPTED, Cause.TIME_LIMIT)
 
 
-_MAY_RESTART = frozenset(
-    {Cause.OUT_OF_MEMORY, Cause.COMMUNICATION, Cause.LOST_NODE, Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.UNKNOWN}
-)
+_MAY_RESTART = frozenset({
+    Cause.OUT_OF_MEMORY, Cause.COMMUNICATION, Cause.LOST_NODE, Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.NO_PROGRESS,
+    Cause.UNKNOWN,
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +70,12 @@ class Outcome:
     committed_step: int = 0  # of the newest complete checkpoint at the end; 0: there is none
     nodes: tuple[str, ...] = ()  # host names, in the order of their ranks
     node: str = ""  # of them, the one where `rank` failed, or that was lost
+    gave_up: bool = False  # two attempts brought no new checkpoint, or failed the same way at the same step
+
+    @property
+    def may_restart(self) -> bool:
+        """Say whether the same run can go further when it is started again by itself."""
+        return self.cause in _MAY_RESTART and not self.gave_up
 
 
 def write_outcome(run_dir: Path, outcome: Outcome) -> None:

@@ -97,13 +97,18 @@ def process_start(pid: int) -> float | None:
 
 def living_owner(run_dir: Path) -> Owner | None:
     """Return the launcher that runs in `run_dir` now, if any."""
+    owner = last_owner(run_dir)
+    return owner if owner is not None and owner.lives() else None
+
+
+def last_owner(run_dir: Path) -> Owner | None:
+    """Return the launcher that runs in `run_dir`, or ran there last and did not live to take its note away."""
     found = read_json(run_dir / OWNER_FILE)
     if found is None:
         return None
     known = {field.name for field in fields(Owner)}
     try:
-        owner = Owner(**{name: value for name, value in found.items() if name in known})
-        return owner if owner.lives() else None
+        return Owner(**{name: value for name, value in found.items() if name in known})
     except TypeError as error:
         raise damaged(run_dir / OWNER_FILE, str(error)) from None
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from hp_train.launch.outcome import Cause, Outcome
 
-_MOVING_PARTS = re.compile(r"0x[0-9a-f]+|\b\d+(\.\d+)? s\b")  # addresses and times differ from attempt to attempt
+# What differs from attempt to attempt: addresses, times, how many collectives there were since the start.
+_MOVING_PARTS = re.compile(r"0x[0-9a-f]+|\b\d+(\.\d+)? s\b|\bnumber \d+")
 _SAYS_NOTHING = (Cause.COMMUNICATION, Cause.LOST_NODE)  # their messages are alike whatever the reason
 
 
@@ -25,7 +26,9 @@ def why_not_again(outcomes: Sequence[Outcome]) -> str | None:
     if not outcomes:
         return None
     last = outcomes[-1]
-    if not last.cause.may_restart:
+    if last.gave_up:
+        return f"attempt {last.attempt} came no further than the one before"
+    if not last.may_restart:
         return f"an attempt that ends as {last.cause} is not started again"
     if len(outcomes) < 2:
         return None

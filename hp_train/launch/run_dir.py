@@ -1,7 +1,8 @@
 """The directory of one run: where it is, what is wrong with it, what it holds. No torch.
 
     <run>/config.yaml  config.attempt_N.yaml  overrides.yaml  capsule.json  owner.json  outcome.json
-    <run>/logs/attempt_N/rank_R/{stdout.log,stderr.log,failure.json,traceback.txt}
+    <run>/logs/attempt_N/node_K.log                                       what the ranks of a node printed
+    <run>/logs/attempt_N/rank_R/{failure.json,traceback.txt,stacks.txt}   of a rank that failed or hung
 
 An attempt is one set of processes: the first start, each resume and each restart after a failure.
 """

@@ -9,6 +9,7 @@ from hp_train.errors import ConfigError
 from hp_train.launch import slurm_tools
 from hp_train.launch.find_run import find_run, folder_of_runs, list_runs
 
+ATTEMPT_FILE = "first_attempt"  # in slurm/JOB.RESTART: number of the first attempt of this incarnation of a job
 JOB_ID_FILE = "slurm/job_id"  # the newest job of a run; the job's script renews it
 
 

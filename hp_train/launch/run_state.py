@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -15,11 +16,11 @@ from hp_train.launch import units
 from hp_train.launch.files import damaged
 from hp_train.launch.goodput import goodput
 from hp_train.launch.history import WINDOW, History, read_facts, read_rows
-from hp_train.launch.outcome import Outcome, read_outcome
+from hp_train.launch.outcome import Cause, Outcome, read_outcome, write_outcome
 from hp_train.launch.owner import living_owner
 from hp_train.launch.plain_log import mean, speed_text
 from hp_train.launch.run_dir import attempt_dir
-from hp_train.launch.run_of_job import job_of
+from hp_train.launch.run_of_job import ATTEMPT_FILE, job_of
 from hp_train.launch.slurm_tools import Job, SlurmError, find_job
 
 
@@ -47,7 +48,30 @@ def read_state(run_dir: Path) -> RunState:
             job = find_job(job_id)
         except SlurmError as error:
             note = str(error)
-    return RunState(run_dir, job, newest_outcome(run_dir), living_owner(run_dir) is not None, note)
+    runs = living_owner(run_dir) is not None
+    outcome = newest_outcome(run_dir)
+    if outcome is not None and job is not None and not runs and _was_cancelled(run_dir, job, outcome):
+        outcome = replace(outcome, cause=Cause.CANCELLED)
+        with contextlib.suppress(OSError):  # the scheduler forgets within minutes; somebody else's run stays as it is
+            write_outcome(run_dir, outcome)
+    return RunState(run_dir, job, outcome, runs, note)
+
+
+def _was_cancelled(run_dir: Path, job: Job, outcome: Outcome) -> bool:
+    """Say whether the job was cancelled while this attempt ran: what reaches a launcher is the signal of a preemption.
+
+    A job that was cancelled while it waited, for the first or another time, leaves the end of the attempt before as is.
+    """
+    if not job.state.startswith("CANCELLED") or outcome.cause not in (Cause.PREEMPTED, Cause.STOPPED, Cause.UNKNOWN):
+        return False
+    begun = sorted((run_dir / "slurm").glob(f"{job.job_id}.*/{ATTEMPT_FILE}"), key=_restart_of)
+    if not begun or (job.restarts is not None and _restart_of(begun[-1]) != job.restarts):
+        return False
+    return int(begun[-1].read_text(encoding="utf-8")) <= outcome.attempt
+
+
+def _restart_of(mark: Path) -> int:
+    return int(mark.parent.name.rpartition(".")[2])
 
 
 def newest_outcome(run_dir: Path) -> Outcome | None:

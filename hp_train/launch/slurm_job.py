@@ -22,12 +22,16 @@ from hp_train.errors import ConfigError, ExitCode, HpTrainError
 from hp_train.launch.devices import ProcessPlan, plan_node
 from hp_train.launch.files import write_text
 from hp_train.launch.history import LineTail, rows_of
-from hp_train.launch.slurm_end import ATTEMPT_FILE, REFUSED_FILE
+from hp_train.launch.outcome import read_outcome
+from hp_train.launch.owner import Owner
+from hp_train.launch.run_of_job import ATTEMPT_FILE
+from hp_train.launch.slurm_end import REFUSED_FILE, account_for
 from hp_train.launch.snapshot import HASH_FILE, code_hash
 from hp_train.launch.worker import load_config
 
 _CLOCK_POLL_S = 1.0
 _SAFETY_S = 10.0  # for the launchers and the script to end after the save
+DOWN = "HP_TRAIN_DOWN"  # set by the script: nodes that are down, by commas, when a job starts again
 STOP_FILE = "stop"  # in the incarnation's folder: the warning came before anybody listened
 
 
@@ -105,7 +109,7 @@ def _run(
     from hp_train.launch.launch_spec import LaunchSpec
     from hp_train.launch.local import follow  # torch is loaded here
     from hp_train.launch.nodes import NodeGroup
-    from hp_train.launch.owner import own
+    from hp_train.launch.owner import last_owner, own
     from hp_train.launch.signals import StopSignals
     from hp_train.launch.start import run_attempts
 
@@ -116,12 +120,22 @@ def _run(
         if node_rank > 0:
             follow(replace(spec, group=NodeGroup(node_rank, plan.num_nodes, *_endpoint())))
             return 0
+        before = last_owner(run_dir)
         with own(run_dir) as ownership:
             write_text(marks / ATTEMPT_FILE, str(ownership.attempt))
+            if ownership.attempt > 1 and read_outcome(run_dir, ownership.attempt - 1) is None:
+                account_for(run_dir, ownership.attempt - 1, _lost_with(before))
             group = NodeGroup(0, plan.num_nodes, *_endpoint()) if plan.num_nodes > 1 else None
             _stop_before_the_limit(run_dir)
             run_attempts(replace(spec, group=group), ownership)
     return 0
+
+
+def _lost_with(owner: Owner | None) -> str:
+    """Return the node of the launcher before this one if SLURM says that it is down, else an empty text."""
+    down = [name.partition(".")[0] for name in os.environ.get(DOWN, "").split(",")]
+    host = "" if owner is None else owner.host.partition(".")[0]
+    return host if host in down else ""
 
 
 def _stop_before_the_limit(run_dir: Path) -> None:

@@ -147,6 +147,8 @@ while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); d
 export HP_TRAIN_RENDEZVOUS="$host:$port"
 end=$(timeout 60 squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)
 HP_TRAIN_END=$(date -d "$end" +%s 2>/dev/null) && export HP_TRAIN_END
+down() {{ timeout 60 sinfo --noheader --states=down,fail --format=%n "$@" | sort -u | paste -sd,; }}
+HP_TRAIN_DOWN=$(down) && export HP_TRAIN_DOWN # did a node take the start before along?
 cores=$(tr ',' '\\n' <<<"$SLURM_JOB_CPUS_PER_NODE" | sed 's/(.*//' | sort -n | head -n 1)
 
 # The warning before the time limit comes to this script alone. A file tells launchers that do not listen yet.
@@ -163,7 +165,7 @@ for _ in 1 2 3 4 5; do
     state=$(timeout 60 scontrol show job "$SLURM_JOB_ID" --oneliner) && break
     sleep 10
 done
-read -r {words} < <({judge} "$state" {shlex.quote(paths.config)}) || true
+read -r {words} < <({judge} "$state" {shlex.quote(paths.config)} "$(down --nodes="$SLURM_JOB_NODELIST")") || true
 {_continuation(config, paths)}"""
 
 

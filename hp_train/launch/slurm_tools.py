@@ -32,7 +32,7 @@ class Job:
     start: float | None = None  # seconds since the epoch; expected while pending
     end: float | None = None
     nodes: str = ""
-    restarts: int = 0
+    restarts: int | None = 0  # None where only the accounting knows the job
 
     @property
     def is_active(self) -> bool:
@@ -111,8 +111,34 @@ def find_job(job_id: str) -> Job | None:
         return parse_job(ask("scontrol", "show", "job", job_id, "--oneliner"))
     except SlurmError as error:
         if "Invalid job id" in str(error):
-            return None
+            return _find_in_accounting(job_id)
         raise
+
+
+def _find_in_accounting(job_id: str) -> Job | None:
+    """Return a job that the controller has forgotten from the cluster's accounting; None where there is none."""
+    form = "--format=JobIDRaw,State,Start,End,NodeList"
+    try:
+        text = ask("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", form)
+    except SlurmError:  # no accounting on this cluster
+        return None
+    return parse_accounting(text)
+
+
+def parse_accounting(text: str) -> Job | None:
+    """Read the last line of `sacct --parsable2`: id, state, start, end, nodes; None if it tells of no job."""
+    fields = text.strip().rpartition("\n")[2].split("|")
+    if len(fields) != 5:
+        return None
+    job_id, state, start, end, nodes = fields
+    return Job(
+        job_id=job_id,
+        state=state.partition(" ")[0] or "UNKNOWN",  # `CANCELLED by 1000`
+        start=_time_of(start),
+        end=_time_of(end),
+        nodes=nodes.replace("None assigned", ""),
+        restarts=None,
+    )
 
 
 def parse_job(text: str) -> Job:

@@ -30,7 +30,7 @@ from hp_train.launch.lifeline import SHOW_STACKS
 from hp_train.launch.out_of_memory import advise, measure
 from hp_train.launch.outcome import Cause, Outcome, write_outcome
 from hp_train.launch.run_dir import rank_dir
-from hp_train.launch.watchdog import BOARD, STACKS_FILE, STANDING_FILE
+from hp_train.launch.watchdog import BOARD, STACKS_FILE, STANDING_FILE, beside
 from hp_train.topology import coordinates_of
 from hp_train.training.progress import Board, Phase
 from hp_train.training.run_context import RunContext, TrainOutcome
@@ -65,12 +65,14 @@ def main(arguments: list[str], train: Train | None = None) -> int:
 def _be_watched(context: RunContext) -> None:
     """Note on the launcher's board what this process does, and answer the watchdog's signals."""
     context.progress.post_on(Board(Path(os.environ[BOARD]), int(os.environ["LOCAL_WORLD_SIZE"])), context.local_rank)
-    folder = rank_dir(context.run_dir, context.attempt, context.rank)
-    stacks = open(folder / STACKS_FILE, "w")  # noqa: SIM115: faulthandler writes to it for as long as the process lives
+    path = beside(Path(os.environ[BOARD]), context.local_rank, STACKS_FILE)
+    stacks = open(path, "w")  # noqa: SIM115: faulthandler writes to it for as long as the process lives
     faulthandler.register(SHOW_STACKS, file=stacks, all_threads=True)
 
 
 def _tell_standing(context: RunContext) -> None:
+    if BOARD not in os.environ:
+        return  # somebody's signal, not our watchdog's
     progress = context.progress
     standing = {
         "step": progress.step,
@@ -78,7 +80,7 @@ def _tell_standing(context: RunContext) -> None:
         "pipeline": progress.describe_pipeline(),
         "collective": collective_in_flight(),
     }
-    write_json(rank_dir(context.run_dir, context.attempt, context.rank) / STANDING_FILE, standing)
+    write_json(beside(Path(os.environ[BOARD]), context.local_rank, STANDING_FILE), standing)
 
 
 def load_config(path: Path) -> TrainerConfig:

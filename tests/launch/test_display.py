@@ -234,10 +234,11 @@ def test_feed_shows_this_attempts_rows_only_and_every_line_of_rank_0(
     tmp_path: Path, resumed: str | None, told: str
 ) -> None:
     folder = attempt_dir(tmp_path, 2)
-    (folder / "rank_0").mkdir(parents=True)
+    folder.mkdir(parents=True)
     rows = [{"step": step, "loss": 1.0} for step in (1, 2, 3, 4)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "rank_0/stderr.log").write_text("a warning\nlast words without newline")
+    said = "[rank 0] a warning\n[rank 1] another's\n[rank 0] [rank 1] quoted\n[rank 0] last words"
+    (folder / "node_0.log").write_text(said)
     facts = {name: getattr(EIGHT_GPUS, name) for name in EIGHT_GPUS.__slots__}
     facts.update(first_step=3, resumed_from=resumed)
     (folder / "attempt.json").write_text(json.dumps(facts))
@@ -246,7 +247,8 @@ def test_feed_shows_this_attempts_rows_only_and_every_line_of_rank_0(
     with PlainLog(stream, 1) as log, Feed(tmp_path, 2, log, messages) as feed:
         pass
     shown = stream.getvalue().splitlines()
-    assert {"a warning", "last words without newline", "a message", told} <= set(shown)
+    assert {"a warning", "[rank 1] quoted", "last words", "a message", told} <= set(shown)
+    assert not any("another's" in line for line in shown)
     assert [line.split()[1] for line in shown if line.startswith("step ")] == ["3/2000", "4/2000"]
     assert feed.current_step() == 5
 

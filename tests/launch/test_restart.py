@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hp_train.launch.hang import Frame, Standing, hang_failure, missing_ranks, read_main_stack
+from hp_train.launch.hang import Frame, Standing, hang_cause, hang_failure, missing_ranks, read_main_stack
 from hp_train.launch.memory_kills import count_memory_kills
 from hp_train.launch.outcome import Cause, Outcome
 from hp_train.launch.restart import nodes_to_exclude, why_not_again
@@ -21,8 +21,9 @@ FAILED = Outcome(
 @pytest.mark.parametrize("cause", Cause)
 def test_only_causes_that_another_attempt_may_mend_are_started_again(cause: Cause) -> None:
     again = why_not_again([replace(FAILED, cause=cause)]) is None
-    mendable = ("out_of_memory", "communication", "lost_node", "preempted", "time_limit", "unknown")
+    mendable = ("out_of_memory", "communication", "lost_node", "preempted", "time_limit", "no_progress", "unknown")
     assert again == (cause.value in mendable)
+    assert why_not_again([replace(FAILED, cause=cause, gave_up=True)]) is not None
 
 
 def test_the_same_failure_at_the_same_step_twice_is_not_tried_a_third_time() -> None:
@@ -30,6 +31,9 @@ def test_the_same_failure_at_the_same_step_twice_is_not_tried_a_third_time() -> 
     assert why_not_again([FAILED, second]) == "attempts 1 and 2 failed the same way at step 7"
     assert why_not_again([FAILED, replace(second, step=8)]) is None
     assert why_not_again([FAILED, replace(second, message="ValueError: worse")]) is None
+    hung = "Hung for {} s; latest gloo:all_reduce, number {} of default_pg"
+    again = [replace(FAILED, message=hung.format(8, 66)), replace(second, message=hung.format(9, 6))]
+    assert "the same way" in why_not_again(again)
     broken = [replace(each, cause=Cause.COMMUNICATION) for each in (FAILED, second)]
     assert why_not_again(broken) is None  # a connection that breaks says nothing of why
 
@@ -61,19 +65,27 @@ def _standing(rank: int, step: int = 4, phase: str = "forward and backward", fra
     return Standing(rank, step, phase, 9.0, frames)
 
 
+WAITED_FOR, STUCK = Cause.COMMUNICATION, Cause.NO_PROGRESS
+
+
 @pytest.mark.parametrize(
-    "standings, missing",
+    "standings, missing, cause",
     [
-        ([_standing(0), _standing(1, frames=IN_DATA), _standing(2)], [1]),
-        ([_standing(0), _standing(1, frames=())], [1]),  # says nothing
-        ([_standing(0), _standing(1, step=3)], [1]),  # waits in another step's collective
-        ([_standing(0, phase="optimizer"), _standing(1)], [1]),
-        ([_standing(0), _standing(1)], []),
-        ([_standing(0, frames=IN_DATA)], [0]),
+        ([_standing(0), _standing(1, frames=IN_DATA), _standing(2)], [1], STUCK),
+        ([_standing(0), _standing(1, frames=())], [1], WAITED_FOR),  # says nothing
+        ([_standing(0), _standing(1, phase="save checkpoint", frames=())], [1], STUCK),  # in an uninterruptible write
+        ([_standing(0), _standing(1, step=3)], [1], WAITED_FOR),  # waits in another step's collective
+        ([_standing(0, phase="optimizer"), _standing(1)], [1], WAITED_FOR),
+        ([_standing(0), _standing(1)], [], WAITED_FOR),
+        ([_standing(0, frames=IN_DATA), _standing(1, frames=IN_DATA)], [], STUCK),  # a file system that is gone
+        ([replace(_standing(rank, frames=IN_DATA), in_flight=True) for rank in (0, 1)], [], WAITED_FOR),  # as NCCL's do
+        ([_standing(0, frames=())], [0], STUCK),
+        ([_standing(0, frames=IN_DATA)], [0], STUCK),
     ],
 )
-def test_missing_ranks(standings: list[Standing], missing: list[int]) -> None:
+def test_missing_ranks(standings: list[Standing], missing: list[int], cause: Cause) -> None:
     assert missing_ranks(standings) == missing
+    assert hang_cause(standings) is cause
     failure = hang_failure(standings, 9.0, MeshSizes(dp_shard=len(standings)))
     assert failure.is_communication == (not missing)
     assert failure.rank == (missing or [0])[0]

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from hp_train.config.schema import ContainerSection, TrainerConfig
 from hp_train.errors import ConfigError
-from hp_train.launch.outcome import Cause, Outcome
+from hp_train.launch import slurm_end
+from hp_train.launch.outcome import Cause, Outcome, read_outcome, write_outcome
+from hp_train.launch.run_dir import attempt_dir
 from hp_train.launch.slurm_end import Action, JobState, decide
 from hp_train.launch.slurm_script import JobPaths, job_script, sbatch_quoted
 from hp_train.launch.slurm_site import describe_cluster, draft, read_partitions
-from hp_train.launch.slurm_tools import Site, parse_job, parse_site, parse_test_only, seconds_of
+from hp_train.launch.slurm_tools import Site, parse_accounting, parse_job, parse_site, parse_test_only, seconds_of
 from hp_train.launch.submit import notes_for
 
 NASTY = "a b$(touch pwned);'\"`touch pwned` & # %j"
@@ -144,7 +147,10 @@ TWICE = (_end(Cause.UNKNOWN, 1), _end(Cause.UNKNOWN, 2))
         ((SAVED,), JobState("UNKNOWN"), {}, Action.END, "UNKNOWN"),
         ((_end(Cause.PREEMPTED),), JobState("COMPLETING"), {}, Action.END, "by its owner or by SLURM"),
         ((_end(Cause.PREEMPTED),), JobState("COMPLETING"), {"continue_by": "resubmit"}, Action.END, "by its owner"),
-        ((SAVED,), JobState("COMPLETING", 0, True), {}, Action.RESUBMIT, "COMPLETING"),
+        ((SAVED,), JobState("COMPLETING", 0, True, "None"), {}, Action.RESUBMIT, "COMPLETING"),
+        ((SAVED,), JobState("COMPLETING", 0, False, "NodeDown"), {}, Action.RESUBMIT, "COMPLETING"),
+        ((_end(Cause.PREEMPTED),), JobState("COMPLETING", 0, False, "None"), {}, Action.END, "cancelled"),
+        ((_end(Cause.PREEMPTED),), JobState("COMPLETING", 1, False, "None"), {}, Action.END, "itself"),
         ((SAVED,), RUNNING, {"restart": 3, "max_requeues": 3}, Action.END, "max_requeues=3"),
         ((SAVED,), RUNNING, {"continued": 4, "max_requeues": 3}, Action.END, "gone on 4 times"),
         ((BAD,), RUNNING, {}, Action.END, "user_error"),
@@ -168,6 +174,48 @@ def test_a_cancelled_attempt_and_one_without_progress_are_called_so() -> None:
     assert decide((BAD,), RUNNING, **defaults).cause is None
 
 
+@pytest.fixture
+def job_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose job 7 began attempt 1 at its first start."""
+    (tmp_path / "slurm/7.0").mkdir(parents=True)
+    (tmp_path / "slurm/7.0/first_attempt").write_text("1")
+    attempt_dir(tmp_path, 1).mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(_config())))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    monkeypatch.setenv("HP_TRAIN_INCARNATION", "7.0")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "told, down, cause, node",
+    [
+        (None, "", Cause.UNKNOWN, ""),
+        (None, "node3,node4", Cause.LOST_NODE, "node3"),
+        (Cause.PREEMPTED, "node3", Cause.LOST_NODE, "node3"),  # SLURM takes a job off by the same signal
+        (Cause.COMMUNICATION, "node3", Cause.LOST_NODE, "node3"),
+        (Cause.PREEMPTED, "", Cause.PREEMPTED, ""),
+        (Cause.TIME_LIMIT, "node3", Cause.TIME_LIMIT, ""),
+    ],
+)
+def test_a_job_that_lost_a_node_says_so(job_dir: Path, capsys, told, down: str, cause: Cause, node: str) -> None:
+    if told is not None:
+        write_outcome(job_dir, _end(told))
+    slurm_end.main([str(job_dir), "JobState=RUNNING Restarts=0", "config.yaml", down])
+    outcome = read_outcome(job_dir, 1)
+    assert (outcome.cause, outcome.node) == (cause, node) and read_outcome(job_dir) == outcome
+    assert capsys.readouterr().out == "requeue 1 \n"
+    if told is None:
+        assert (outcome.step, outcome.last_step) == (2, 2)
+
+
+def test_a_script_on_a_node_that_slurm_gave_up_leaves_the_run_to_its_successor(job_dir: Path, capsys) -> None:
+    (job_dir / "slurm/7.1").mkdir()
+    (job_dir / "slurm/7.1/first_attempt").write_text("2")
+    attempt_dir(job_dir, 2).mkdir()
+    slurm_end.main([str(job_dir), "JobState=RUNNING Restarts=0", "config.yaml", ""])
+    assert capsys.readouterr().out == "end 1 \n" and read_outcome(job_dir) is None
+
+
 SHOWN = (
     "JobId=4711 JobName=a b UserId=u(1) JobState=PENDING Reason=Resources Dependency=(null) Requeue=1 Restarts=2 "
     "RunTime=00:00:00 TimeLimit=1-00:00:00 StartTime=2026-11-30T20:20:15 EndTime=Unknown NodeList=(null) "
@@ -175,11 +223,19 @@ SHOWN = (
 )
 
 
+def test_a_job_that_only_the_accounting_knows() -> None:
+    text = "4711|PREEMPTED|2026-11-30T20:20:15|2026-11-30T20:30:15|node1\n"
+    text += "4711|CANCELLED by 1000|2026-11-30T21:20:15|Unknown|None assigned\n"
+    job = parse_accounting(text)
+    assert job is not None and (job.state, job.nodes, job.end, job.restarts) == ("CANCELLED", "", None, None)
+    assert not job.is_active and parse_accounting("") is parse_accounting("\n") is None
+
+
 def test_a_job_as_scontrol_shows_it() -> None:
     job = parse_job(SHOWN)
     assert (job.job_id, job.state, job.reason, job.restarts, job.nodes) == ("4711", "PENDING", "Resources", 2, "")
     assert job.start is not None and job.end is None and job.is_active
-    assert JobState.parse(SHOWN) == JobState("PENDING", 2) and JobState.parse("") == JobState("UNKNOWN", 0)
+    assert JobState.parse(SHOWN) == JobState("PENDING", 2, False, "Resources") and JobState.parse("") == JobState("UNKNOWN", 0)
     assert JobState.parse("JobState=COMPLETING PreemptTime=2026-11-30T20:20:15").is_preempted
     assert not JobState.parse("JobState=COMPLETING PreemptTime=None").is_preempted
     assert parse_test_only("sbatch: Job 3 to start at 2026-11-30T20:20:18 using 1 processors") == (

@@ -14,7 +14,7 @@ from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ConfigError
 from hp_train.launch import run_of_job, run_state
 from hp_train.launch.goodput import goodput
-from hp_train.launch.outcome import Cause, Outcome, write_outcome
+from hp_train.launch.outcome import Cause, Outcome, read_outcome, write_outcome
 from hp_train.launch.run_of_job import find_run_or_job
 from hp_train.launch.slurm_tools import Job
 
@@ -31,9 +31,9 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
     for attempt, first in ((1, 1), (2, 5)):
         folder = run_dir / f"logs/attempt_{attempt}"
-        for rank in (0, 1):
-            (folder / f"rank_{rank}").mkdir(parents=True)
-            (folder / f"rank_{rank}/stdout.log").write_text(f"hello from {rank}\n")
+        folder.mkdir(parents=True)
+        for node in (0, 1):  # of one rank each
+            (folder / f"node_{node}.log").write_text(f"[rank {node}] hello from {node}\n")
         facts = {
             "device": "cpu",
             "device_name": None,
@@ -81,6 +81,30 @@ def test_status_of_a_finished_and_of_a_waiting_run(run_dir: Path, monkeypatch, c
     _knows(monkeypatch, Job("4711", "PENDING", "Resources", start=1.0))
     assert status.run(argparse.Namespace(run=None)) == 0
     assert "job 4711 is pending (Resources, expected start " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "cause, restarts, job, told",
+    [
+        (Cause.PREEMPTED, ["0"], Job("4711", "CANCELLED"), Cause.CANCELLED),  # SLURM sends both the same signal
+        (Cause.PREEMPTED, ["0", "10", "9"], Job("4711", "CANCELLED", restarts=10), Cause.CANCELLED),
+        (Cause.PREEMPTED, ["0", "1"], Job("4711", "CANCELLED", restarts=None), Cause.CANCELLED),  # sacct
+        (Cause.PREEMPTED, ["0"], Job("4711", "CANCELLED", restarts=1), Cause.PREEMPTED),  # cancelled while it waited
+        (Cause.PREEMPTED, ["0"], Job("4712", "CANCELLED"), Cause.PREEMPTED),  # another job, that never ran
+        (Cause.PREEMPTED, ["0"], Job("4711", "COMPLETED"), Cause.PREEMPTED),
+        (Cause.DONE, ["0"], Job("4711", "CANCELLED"), Cause.DONE),
+        (Cause.USER_ERROR, ["0"], Job("4711", "CANCELLED"), Cause.USER_ERROR),
+    ],
+)
+def test_a_cancelled_job_is_called_so_for_good(run_dir: Path, monkeypatch, capsys, cause, restarts, job, told) -> None:
+    for restart in restarts:
+        (run_dir / f"slurm/4711.{restart}").mkdir(exist_ok=True)
+        (run_dir / f"slurm/4711.{restart}/first_attempt").write_text("2")
+    write_outcome(run_dir, Outcome(2, cause, 75, 8, last_step=8))
+    _knows(monkeypatch, job)
+    status.run(argparse.Namespace(run="abcd"))
+    assert f"{told.replace('_', ' ')} at step 8" in capsys.readouterr().out
+    assert read_outcome(run_dir).cause is told
 
 
 @pytest.mark.parametrize("text", ["4711", "last", "abcd"])
