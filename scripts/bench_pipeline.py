@@ -106,8 +106,11 @@ class Ours:
         stages = [ModuleStage(m, s, schedule.num_stages, loss_fn=loss_of) for s, m in self.modules.items()]
         self.runtime = PipelineRuntime(stages, lower(schedule, transport), transport, dist.group.WORLD, CPU)
         tokens, targets = batch_of(shape, num_microbatches)
-        rows = zip(tokens.split(shape.rows), targets.split(shape.rows), strict=True)
-        self.inputs = [StageInputs((x,), {}, y) for x, y in rows]
+        is_first, is_last = 0 in self.modules, schedule.num_stages - 1 in self.modules
+        self.inputs = [  # each rank holds what its stages read, as with torch's engine
+            StageInputs((x,) if is_first else (), {}, y if is_last else None)
+            for x, y in zip(tokens.split(shape.rows), targets.split(shape.rows), strict=True)
+        ]
 
     def step(self) -> Tensor | None:
         return self.runtime.step(self.inputs)
@@ -319,12 +322,10 @@ def worker(rank: int, world_size: int, options: argparse.Namespace) -> dict[str,
 
 
 def describe_time(row: dict) -> str:
-    low, high = row["interval"]
-    verdict = "met" if row["ratio"] <= row["bound"] else "MISSED"
     return (
         f"dim {row['dim']:3} {row['schedule']:16} m {row['m']:2} {row['transport']:12} "
         f"ours {row['ours_ms']:7.2f} ms  torch {row['torch_ms']:7.2f} ms  ratio {row['ratio']:.3f} "
-        f"[{low:.3f}, {high:.3f}] of {row['num_turns']} turns (bound {row['bound']:.2f}: {verdict})  "
+        f"[{row['interval'][0]:.3f}, {row['interval'][1]:.3f}] of {row['num_turns']} turns (bound {row['bound']:.2f}: {'met' if row['ratio'] <= row['bound'] else 'MISSED'})  "
         f"best steps {row['best_ratio']:.3f}  floor {row['floor_ms']:7.2f} ms"
     )
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from hp_train.pipeline_parallel.header import HEADER_LENGTH, TensorLayout, decode, encode, layouts_of
 from hp_train.pipeline_parallel.transport import HEADER, Edge, Operation, Traffic, Wires
 
-MAX_OPEN_SENDS = 2
-"""Sends on an edge that may be under way before the sender waits for the oldest: what they send stays allocated."""
+MAX_OPEN_SENDS = 1
+"""Sends on an edge that may be under way when a transfer step ends: what they send stays allocated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +113,15 @@ class Outbox:
     def sent(self, micro_index: int, works: list[dist.Work], operations: Sequence[Operation]) -> None:
         """Note what is under way, so that its memory lives until it has arrived."""
         self._open.append((micro_index, works, [operation.tensor for operation in operations]))
+
+    def let_go(self) -> None:
+        """Free what has been sent: on the host, wait for all but the latest sends that may be under way.
+
+        Called when everything of the transfer step has been started, receives too: a peer may wait just so.
+        """
         if not self._wires.is_host:
             # Waiting would put the compute stream behind the send; asking costs nothing.
-            while all(work.is_completed() for work in self._open[0][1]) and len(self._open) > 1:
+            while len(self._open) > 1 and all(work.is_completed() for work in self._open[0][1]):
                 self._open.popleft()
         elif self._limit is not None:
             while len(self._open) > self._limit:

@@ -121,12 +121,15 @@ class StepRun:
         ordered = sorted(steps, key=lambda each: each.meta_type not in SEND_TYPES)
         if self.wires.groups_batches:
             self._transfer_together(ordered)
-            return
-        for step in ordered:
-            operations = self._operations_of(step)
-            if operations:
-                self._book(step, self.wires.submit(operations), operations)
-        self._post_ahead()
+        else:
+            for step in ordered:
+                operations = self._operations_of(step)
+                if operations:
+                    self._book(step, self.wires.submit(operations), operations)
+            self._post_ahead()
+        for step in steps:
+            if step.meta_type in SEND_TYPES:
+                self.outboxes[TRAFFIC_OF[step.meta_type], step.stage_index].let_go()
 
     def _transfer_together(self, steps: Sequence[MetaStep]) -> None:
         """One group call for all. Only host threads wait for headers here, so no device transfer can hold one up."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from types import SimpleNamespace
 
@@ -134,6 +135,22 @@ def test_the_first_receive_is_posted_before_its_header_and_any_shapes_arrive(cas
             inbox.release(micro_index)
         outbox.finish()
         assert not any(channel.sent.values())
+
+
+@pytest.mark.parametrize(("limits", "num_alive"), [(True, 1), (False, 3)])
+def test_what_was_sent_is_freed_when_the_next_transfer_ends(limits: bool, num_alive: int) -> None:
+    outbox = Outbox(Edge(Traffic.FORWARD, 0, 1, 0, 1), Channel(), limits_open_sends=limits)
+    outbox.begin_step()
+    alive = []
+    for micro_index in range(3):
+        operations = outbox.prepare((torch.zeros(2),), True, "stage 0")
+        alive.append(weakref.ref(operations[-1].tensor))
+        outbox.sent(micro_index, [SimpleNamespace(wait=lambda: None)], operations)
+        del operations
+        outbox.let_go()
+    assert sum(each() is not None for each in alive) == num_alive
+    outbox.finish()
+    assert not any(each() for each in alive)
 
 
 def test_receives_run_ahead_as_far_as_buffers_are_proven() -> None:
