@@ -20,6 +20,8 @@ import torch
 
 from hp_train.data.source import IGNORED, Batch, TokenSource
 
+_MOST_JOIN_S = 10.0  # longer than any read that ends takes
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -104,10 +106,13 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """Stop reading and end the thread. Steps that were read ahead are dropped. May be called twice."""
+        """Stop reading and end the thread. Steps that were read ahead are dropped. May be called twice.
+
+        A read that hangs is left behind after a while: it must not keep an error from being told.
+        """
         self._closed = True
         self._may_read.release()
-        self._thread.join()
+        self._thread.join(_MOST_JOIN_S)
 
     def _read_steps(self) -> None:
         if self._device.type == "cuda":

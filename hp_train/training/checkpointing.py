@@ -133,8 +133,8 @@ class CheckpointSession:
         end = float(os.environ.get("HP_TRAIN_END") or 0)
         if not end:
             return True
-        left_s, slowest_s = end - time.time(), slowest_save_s(self.folder)
-        ends_in_time = bool(self.worker.mesh.gather([float(left_s > slowest_s)])[0])  # rank 0's clock counts for all
+        left_s, slowest_s = end - time.time(), slowest_save_s(self.folder) if self.context.rank == 0 else 0.0
+        ends_in_time = bool(self.worker.mesh.gather([float(left_s > slowest_s)])[0])  # rank 0's word counts for all
         if not ends_in_time and self.context.rank == 0:
             warn(
                 f"no save is begun after step {step}: the job ends in {max(left_s, 0):.0f} s, a save has taken "

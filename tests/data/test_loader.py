@@ -96,6 +96,26 @@ def test_closing_ends_the_thread_whatever_it_is_doing() -> None:
         assert not loader_threads()
 
 
+def test_a_read_that_hangs_does_not_keep_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging(CountingSource):
+        goes_on = threading.Event()
+
+        def batch(self, samples: list[int]) -> Batch:
+            self.goes_on.wait(30)
+            return super().batch(samples)
+
+    monkeypatch.setattr(loader_module, "_MOST_JOIN_S", 0.05)
+    source = Hanging()
+    started = time.monotonic()
+    with pytest.raises(ZeroDivisionError), Loader(source, two_micro_batches, "cpu"):
+        raise ZeroDivisionError
+    assert time.monotonic() - started < 10
+    [thread] = loader_threads()
+    source.goes_on.set()
+    thread.join(10)
+    assert not loader_threads()
+
+
 def test_the_mask_keeps_attention_inside_documents_and_causal() -> None:
     ids = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, 3]])
     mask = document_mask(ids)
