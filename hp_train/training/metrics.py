@@ -10,6 +10,7 @@ import json
 import resource
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,20 +61,27 @@ class MetricsWriter:
         """Append one row."""
         figures = dataclasses.asdict(row)
         self._file.append(json.dumps(figures))
-        if self._board is not None:
-            for name, value in figures.items():
-                if name == "step" or value is None:
-                    continue
-                by_name = (
-                    {f"{name}/{part}": figure for part, figure in value.items()}
-                    if isinstance(value, dict)
-                    else {name: value}
-                )
-                for tag, figure in by_name.items():
-                    if figure is not None:
-                        self._board.add_scalar(tag, figure, row.step)
+        self._show(row.step, figures)
+
+    def show_made_up(self, step: int, val_loss: float) -> None:
+        """Show elsewhere a validation loss that was put into its row later; see `metrics_cut.fill_val_loss`."""
+        self._show(step, {"step": step, "val_loss": val_loss})
+
+    def _show(self, step: int, figures: dict[str, Any]) -> None:
+        """Send figures to TensorBoard, one curve for each source of a mix, and to W&B."""
         if self._wandb is not None:
             self._wandb.write(figures)
+        if self._board is None:
+            return
+        for name, value in figures.items():
+            parts = (
+                {f"{name}/{part}": figure for part, figure in value.items()}
+                if isinstance(value, dict)
+                else {name: value}
+            )
+            for tag, figure in parts.items():
+                if tag != "step" and figure is not None:
+                    self._board.add_scalar(tag, figure, step)
 
     def sync(self) -> None:
         """Bring the rows to the disk; before a checkpoint, which must not be newer than they are."""

@@ -106,11 +106,13 @@ class Trainer:
         self.total_steps = checkpoints.total_steps
         self.sample_shift = checkpoints.samples_seen - done * self.worker.batch_plan.global_batch_size
         evaluator = Evaluator(self.config, self.worker, progress)
-        self._make_up_evaluation(done, evaluator)
+        made_up = self._make_up_evaluation(done, evaluator)
         self._meet_peers()
         if self.is_reporter:
             self._describe_attempt(done, checkpoints)
         writer = MetricsWriter(self.context.run_dir, self.config) if self.is_reporter else None
+        if writer is not None and made_up is not None:
+            writer.show_made_up(done, made_up)
         max_steps = self.config.trainer.max_steps
         loader = Loader(self.worker.train_source, self._samples_of, self.mesh.device, done, max_steps)
         stop_signal = 0
@@ -172,16 +174,18 @@ class Trainer:
         shift = self.sample_shift
         return [[sample + shift for sample in chunk] for chunk in self.worker.batch_plan.samples_of(step, dp_rank)]
 
-    def _make_up_evaluation(self, step: int, evaluator: Evaluator) -> None:
-        """Evaluate after `step`, that of the checkpoint, if its attempt was stopped before it could."""
+    def _make_up_evaluation(self, step: int, evaluator: Evaluator) -> float | None:
+        """Return the loss after `step`, that of the checkpoint, if its attempt was stopped before it could evaluate."""
         if step == 0 or not self._evaluation_is_due(step):
-            return
+            return None
         lacks = self.is_reporter and lacks_val_loss(self.context.run_dir, step)
-        if self.mesh.gather([float(lacks)]).any():
-            self.context.progress.phase = Phase.EVALUATE
-            val_loss = evaluator.loss()
-            if self.is_reporter:
-                fill_val_loss(self.context.run_dir, step, val_loss)
+        if not self.mesh.gather([float(lacks)]).any():
+            return None
+        self.context.progress.phase = Phase.EVALUATE
+        val_loss = evaluator.loss()
+        if self.is_reporter:
+            fill_val_loss(self.context.run_dir, step, val_loss)
+        return val_loss
 
     def _optimizer_step(
         self, step: int, micro_batches: list[MicroBatch], wait_s: float, checkpoints: CheckpointSession

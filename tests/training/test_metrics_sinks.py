@@ -101,6 +101,25 @@ def test_every_attempt_goes_on_with_the_same_run_at_wandb(wandb: types.SimpleNam
     assert rows == [dataclasses.asdict(ROW)] * 2 and rows[0]["val_loss"] is None
 
 
+def test_a_validation_loss_that_was_made_up_for_reaches_every_curve(
+    wandb: types.SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scalars: list[tuple] = []
+    board = types.SimpleNamespace(add_scalar=lambda *scalar: scalars.append(scalar), close=lambda: None)
+    fake = types.SimpleNamespace(SummaryWriter=lambda log_dir: board)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    config = TrainerConfig()
+    config.metrics.wandb = config.metrics.tensorboard = True
+    writer = MetricsWriter(tmp_path, config)
+    writer.show_made_up(2, 1.5)
+    assert scalars == [("val_loss", 1.5, 2)] and wandb.runs[0].rows == [{"step": 2, "val_loss": 1.5}]
+    writer.write(dataclasses.replace(ROW, source_loss={"books": 2.5, "code": None}))
+    writer.close()
+    assert ("loss", 2.5, 3) in scalars and ("source_loss/books", 2.5, 3) in scalars
+    assert not any(tag in ("step", "val_loss", "source_loss/code") for tag, _, _ in scalars[1:])
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1, "its row has it already"
+
+
 def test_a_run_that_wandb_refuses_is_recorded_offline_and_says_so(
     wandb: types.SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
