@@ -14,7 +14,7 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if not {"configs", "reci
 
 FLOORS = [
     {"errors", "topology", "verbs", "registry", "new_folder"},
-    {"config.schema", "config.fields"},
+    {"config.schema", "config.fields", "config.numbers"},
     {"schedule", "models.shapes"},
     {"stage_split", "compile.pass_config", "training.progress", "training.run_context", "pipeline_plan"},
     {"models", "data", "checkpoint", "fully_shard", "pipeline_parallel", "compile"},

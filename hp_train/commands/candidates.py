@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hp_train.commands.verb_parser import parser_of, train_parser
-from hp_train.config.schema_tree import GROUPS, LEAVES, SECTIONS, spell
+from hp_train.config.numbers import spell
+from hp_train.config.schema_tree import GROUPS, LEAVES, SECTIONS
 from hp_train.config.search_path import RECIPE_GROUP, SearchPath, description_of, search_path
 from hp_train.errors import ConfigError
 from hp_train.launch.find_run import LAST, folder_of_runs, list_runs, started_at

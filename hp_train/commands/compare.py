@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hp_train.config.schema_tree import spell
+from hp_train.config.numbers import spell
 from hp_train.launch.find_run import find_run
 from hp_train.reports.comparison import (
     CLOSE,

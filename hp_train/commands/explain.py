@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from hp_train.commands.arguments import add_config_dir
 from hp_train.config.key_check import unknown_key
+from hp_train.config.numbers import spell
 from hp_train.config.provenance import Setting, Trace, trace
-from hp_train.config.schema_tree import GROUPS, LEAVES, SECTIONS, spell, value_at
+from hp_train.config.schema_tree import GROUPS, LEAVES, SECTIONS, value_at
 from hp_train.config.search_path import SearchPath, search_path
 from hp_train.errors import ConfigError
 

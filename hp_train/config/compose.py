@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hp_train.config import sources
 from hp_train.config.faults import EVERYTHING, Fault
 from hp_train.config.key_check import check_value
+from hp_train.config.numbers import spell
 from hp_train.config.override_check import Request, check_request
 from hp_train.config.paths import expand_home
 from hp_train.config.schema import TrainerConfig
@@ -41,7 +42,6 @@ from hp_train.config.schema_tree import (
     Leaf,
     config_class,
     misfit,
-    spell,
     value_at,
 )
 from hp_train.config.search_path import CONFIGS, SearchPath, name_of, search_path

@@ -11,6 +11,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from hp_train.config.numbers import spell
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -27,12 +29,12 @@ class Bounds:
         """Return the bounds in words, as error lines and the help print them."""
         words = []
         if self.choices:
-            words.append(", ".join(_spell(choice) for choice in self.choices))
+            words.append(", ".join(spell(choice) for choice in self.choices))
         elif self.low is not None and self.high is not None:
             low = f"above {self.low:g}" if self.low_open else f"{self.low:g}"
             high = f"below {self.high:g}" if self.high_open else f"{self.high:g}"
             words.append(f"{low} to {high}")
-        words.extend(_spell(value) for value in self.also)
+        words.extend(spell(value) for value in self.also)
         return " or ".join(words)
 
     def contain(self, value: Any) -> bool:
@@ -46,10 +48,6 @@ class Bounds:
         above = value > self.low if self.low_open else value >= self.low
         below = value < self.high if self.high_open else value <= self.high
         return above and below  # nan compares false, infinity is above every `high`
-
-
-def _spell(value: Any) -> str:
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, str) else value
 
 
 def number(

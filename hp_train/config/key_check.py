@@ -7,8 +7,8 @@ from typing import Any
 
 from hp_train.config.faults import Fault
 from hp_train.config.near_match import did_you_mean, nearest_key
-from hp_train.config.numbers import scalar
-from hp_train.config.schema_tree import GROUPS, LEAVES, OPTIONAL_SECTIONS, SECTIONS, misfit, spell
+from hp_train.config.numbers import scalar, spell
+from hp_train.config.schema_tree import GROUPS, LEAVES, OPTIONAL_SECTIONS, SECTIONS, misfit
 from hp_train.config.typed_value import is_interpolation
 
 

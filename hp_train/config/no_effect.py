@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hp_train import registry
+from hp_train.config.numbers import spell
 from hp_train.config.rules_slurm import SLURM_KEYS, container_of
 from hp_train.config.schema import TrainerConfig
-from hp_train.config.schema_tree import LEAVES, spell, value_at
+from hp_train.config.schema_tree import LEAVES, value_at
 
 _PP_OPTIONS = ("overlap", "swap_min_gap", "data_steps", "trace_steps")
 

@@ -1,12 +1,14 @@
 """Numbers, truth and null as a person writes them, on the command line and in YAML files alike. No torch.
 
 One spelling for both: decimal integers, also with an exponent (1e5) or underscores; fractions; true, false; null.
-There are no base-60 numbers (1:30 is text), no octal ones and no other words for true. Imports nothing of ours.
+There are no base-60 numbers (1:30 is text), no octal ones and no other words for true. `spell` is the way back, for
+lists and mappings of values too. Imports nothing of ours.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)")
@@ -38,3 +40,16 @@ def fraction(word: str) -> int | float:
     value = float(plain.replace(".", "") if plain.endswith(("inf", "nan")) else plain)
     is_whole = "e" in plain and value.is_integer() and abs(value) <= _EXACT
     return int(value) if is_whole else value
+
+
+def spell(value: Any, text: Callable[[str], str] = str) -> str:
+    """Return a value as it is typed on the command line, the texts in it as `text` writes them."""
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, list):
+        return f"[{','.join(spell(item, text) for item in value)}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{spell(item, text)}" for name, item in value.items()) + "}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

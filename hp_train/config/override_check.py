@@ -16,8 +16,8 @@ from hp_train.config.argument import Argument, read_argument
 from hp_train.config.faults import EVERYTHING, Fault
 from hp_train.config.key_check import a_key_of, check_value
 from hp_train.config.near_match import did_you_mean, nearest
-from hp_train.config.numbers import scalar
-from hp_train.config.schema_tree import GROUPS, LEAVES, OPTIONAL_SECTIONS, SECTIONS, entry_of, spell
+from hp_train.config.numbers import scalar, spell
+from hp_train.config.schema_tree import GROUPS, LEAVES, OPTIONAL_SECTIONS, SECTIONS, entry_of
 from hp_train.config.search_path import RECIPE_GROUP, SearchPath, is_path
 from hp_train.config.typed_value import Unreadable, is_interpolation, key_of, unquoted
 from hp_train.config.yaml_check import FileCheck, check_files, unknown_option

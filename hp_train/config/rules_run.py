@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from hp_train.config.numbers import spell
 from hp_train.config.rule import Rule
 from hp_train.config.schema import TrainerConfig
-from hp_train.config.schema_tree import spell
 
 
 def _betas(config: TrainerConfig) -> Iterator[str]:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 
 from hp_train.config.durations import parse_duration
+from hp_train.config.numbers import spell
 from hp_train.config.rule import Rule, divisors_text
 from hp_train.config.rules_mesh import SIZE_KEYS, known_mesh
 from hp_train.config.schema import ContainerSection, TrainerConfig
-from hp_train.config.schema_tree import spell
 
 _TEXTS = ("account", "partition", "qos", "constraint", "exclude", "array", "dependency", "gpu_request")
 _LISTS = ("modules", "env", "extra_lines")

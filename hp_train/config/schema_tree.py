@@ -96,17 +96,6 @@ def _is_a(value: Any, kind: type) -> bool:
     return type(value) is kind
 
 
-def spell(value: Any) -> str:
-    """Return a value as it is typed on the command line."""
-    if isinstance(value, list):
-        return f"[{','.join(spell(item) for item in value)}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{spell(item)}" for key, item in value.items()) + "}"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
-
-
 def value_at(config: Any, key: str) -> Any:
     """Return the value of dotted `key` in a config object; None below a group that is null."""
     for name in key.split("."):

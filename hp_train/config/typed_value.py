@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from hp_train.config.numbers import scalar
+from hp_train.config.numbers import scalar, spell
 from hp_train.config.schema_tree import LEAVES, SECTIONS, Leaf, entry_of
 
 _DASHED = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)(?:-[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)*")
@@ -83,16 +83,12 @@ def text_of(word: str) -> str:
 
 def quoted(value: Any) -> str:
     """Return `value` as Hydra's grammar reads it back."""
-    if isinstance(value, str):
-        inside = re.sub(r"(\\*)('|$)", lambda run: run[1] * 2 + run[2].replace("'", r"\'"), value)
-        return f"'{inside}'"
-    if isinstance(value, list):
-        return f"[{','.join(map(quoted, value))}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{quoted(item)}" for name, item in value.items()) + "}"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return repr(value)
+    return spell(value, _in_quotes)
+
+
+def _in_quotes(text: str) -> str:
+    inside = re.sub(r"(\\*)('|$)", lambda run: run[1] * 2 + run[2].replace("'", r"\'"), text)
+    return f"'{inside}'"
 
 
 def typed_text(text: str) -> str:

@@ -21,8 +21,9 @@ from hp_train.config import (
     rules_slurm,
 )  # fmt: skip
 from hp_train.config.faults import Fault, is_unknown
+from hp_train.config.numbers import spell
 from hp_train.config.schema import TrainerConfig
-from hp_train.config.schema_tree import LEAVES, OPTIONAL_SECTIONS, Leaf, misfit, spell, value_at
+from hp_train.config.schema_tree import LEAVES, OPTIONAL_SECTIONS, Leaf, misfit, value_at
 
 RULES = (
     *rules_mesh.RULES, *rules_batch.RULES, *rules_pipeline.RULES, *rules_model.RULES, *rules_data.RULES,

@@ -23,6 +23,7 @@ from hp_train.launch.capsule import version_of
 from hp_train.launch.devices import usable_cores
 from hp_train.launch.find_run import folder_of_runs
 from hp_train.launch.nvidia import describe_driver, torch_obstacle, visible_devices
+from hp_train.launch.run_dir import nearest_standing
 
 PYTHONS = ((3, 11), (3, 13))
 TORCHES = ((2, 11), (2, 14))
@@ -201,10 +202,10 @@ def check_open_files(limits: tuple[int, int]) -> Check:
 
 def check_free_space(folder: Path) -> Check:
     """Say whether runs can be written where they will be."""
-    standing = folder
-    while not standing.is_dir() and standing != standing.parent:
-        standing = standing.parent
+    standing = nearest_standing(folder)
     elsewhere = "set $HP_TRAIN_RUNS or trainer.runs_root to a folder on another disk"
+    if not standing.is_dir():
+        return Check("runs", Verdict.FAILED, f"{folder} cannot be made: {standing} is not a folder", elsewhere)
     if not os.access(standing, os.W_OK | os.X_OK):
         return Check("runs", Verdict.FAILED, f"{folder} is not writable", elsewhere)
     free = shutil.disk_usage(standing).free

@@ -9,12 +9,12 @@ alone, so that a scheduler's script and a launcher decide alike. Exit codes of p
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from hp_train.checkpoint.fence import begun_attempts
 from hp_train.errors import ConfigError
 from hp_train.launch.files import damaged, read_json, write_json
 from hp_train.launch.run_dir import attempt_dir
@@ -104,8 +104,7 @@ def read_outcome(run_dir: Path, attempt: int | None = None) -> Outcome | None:
 
 def read_outcomes(run_dir: Path) -> tuple[Outcome, ...]:
     """Return the ends of all attempts that left one, in order. A killed launcher leaves none."""
-    found = [re.fullmatch(r"attempt_(\d+)", entry.name) for entry in (run_dir / "logs").glob("attempt_*")]
-    outcomes = (read_outcome(run_dir, attempt) for attempt in sorted(int(match[1]) for match in found if match))
+    outcomes = (read_outcome(run_dir, attempt) for attempt in begun_attempts(run_dir))
     return tuple(outcome for outcome in outcomes if outcome is not None)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from hp_train.checkpoint.size import DiskNeed, size_text
 from hp_train.config.schema import TrainerConfig
 from hp_train.errors import ConfigError
+from hp_train.launch.find_run import folder_of_runs
 from hp_train.launch.owner import living_owner
 
 _RUN_MARKS = ("config.yaml", "owner.json", "outcome.json", "metrics.jsonl", "checkpoints", "logs")
@@ -39,8 +40,8 @@ def choose_run_dir(config: TrainerConfig, recipe: str) -> Path:
 
 def runs_root(config: TrainerConfig) -> Path:
     """Return the folder of all runs: trainer.runs_root, else $HP_TRAIN_RUNS, else ./runs."""
-    root = config.trainer.runs_root or os.environ.get("HP_TRAIN_RUNS") or "runs"
-    return Path(root).expanduser().absolute()
+    root = config.trainer.runs_root
+    return folder_of_runs() if root is None else Path(root).expanduser().absolute()
 
 
 def check_run_dir(config: TrainerConfig, need: DiskNeed = _NO_NEED) -> list[str]:
@@ -104,11 +105,11 @@ def holds_run(path: Path) -> bool:
 
 def free_bytes(path: Path) -> int | None:
     """Return what is free on the disk where `path` is or will be, None where the file system does not tell."""
-    usage = shutil.disk_usage(_standing(path))
+    usage = shutil.disk_usage(nearest_standing(path))
     return usage.free if usage.total else None
 
 
-def _standing(path: Path) -> Path:
+def nearest_standing(path: Path) -> Path:
     """Return the nearest folder above `path`, itself included, that is there."""
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
@@ -120,7 +121,7 @@ def _is_too_long(path: Path) -> bool:
 
 
 def _unfit(path: Path, key: str, need: DiskNeed) -> list[str]:
-    standing = _standing(path)
+    standing = nearest_standing(path)
     if not standing.is_dir():
         return [f"{key} cannot be made: {standing} is not a folder"]
     if not os.access(standing, os.W_OK | os.X_OK):

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hp_train.config.faults import Fault
+from hp_train.config.numbers import spell
 from hp_train.config.schema import ModelSection, TrainerConfig
-from hp_train.config.schema_tree import spell
 from hp_train.data.index import describe_source
 from hp_train.errors import ConfigError
 from hp_train.models.shapes import EMBEDDING_NAME, HEAD_NAME, parameter_shapes

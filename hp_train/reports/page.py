@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hp_train.checkpoint.fence import begun_attempts
-from hp_train.config.schema_tree import LEAVES, spell
+from hp_train.config.numbers import spell
+from hp_train.config.schema_tree import LEAVES
 from hp_train.launch import units
 from hp_train.launch.history import AttemptFacts, StepRow, newest_facts, read_facts
 from hp_train.launch.outcome import read_outcomes

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hp_train.config.help_text import field_documents
+from hp_train.config.numbers import spell
 from hp_train.config.schema import TrainerConfig
-from hp_train.config.schema_tree import GROUPS, LEAVES, SECTIONS, Leaf, misfit, spell
+from hp_train.config.schema_tree import GROUPS, LEAVES, SECTIONS, Leaf, misfit
 from hp_train.config.validate import check_config
 from hp_train.schedule.residency import MIN_SWAP_GAP
 
