@@ -3,7 +3,8 @@
     python scripts/check_pretrained.py FOLDER [STAGE ...]
 
 FOLDER is a cache: what is there is not made again, except for the runs. Stages are those of STAGES, all of them unless
-some are named. Each prints what it found and stops at the first thing that is not as it should be. The oracle is transformers' own LlamaForCausalLM.
+some are named. Each prints what it found and stops at the first thing that is not as it should be. The oracle is
+transformers' own LlamaForCausalLM.
 """
 
 from __future__ import annotations

@@ -20,11 +20,10 @@ _FRAMES_SHOWN = 6
 _AT_FILES = (Phase.DATA, Phase.LOAD, Phase.SAVE)  # where a process that does not answer waits for a disk
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)')
 _WAITS_IN = re.compile(
-    r"torch/distributed/|hp_train/(fully_shard/(collectives|reduction|replicated)|pipeline_parallel/(transport|mailbox))"
+    r"torch/distributed/|hp_train/fully_shard/(collectives|reduction|replicated)|"
+    r"hp_train/pipeline_parallel/(transport|mailbox)"
 )
-_INTERNAL = frozenset(
-    {"wrapper", "_coalescing_manager", "__exit__", "wait", "inner", "decorate_context"}
-)  # say nothing
+_SAY_NOTHING = frozenset({"wrapper", "_coalescing_manager", "__exit__", "wait", "inner", "decorate_context"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Standing:
         """Return the collective or transfer that it waits in; empty if it waits in none."""
         if not self.frames or not _WAITS_IN.search(self.frames[0].file):
             return ""
-        named = (frame.function for frame in self.frames if frame.function not in _INTERNAL)
+        named = (frame.function for frame in self.frames if frame.function not in _SAY_NOTHING)
         return next(named, self.frames[0].function)
 
     @property

@@ -1,8 +1,9 @@
 """What to do when a job's launchers have ended: `python -m hp_train.launch.slurm_end RUN_DIR STATE CONFIG DOWN`.
 
-job.sbatch runs it. STATE is what `scontrol show job --oneliner` says, DOWN the job's nodes that are down. Prints one line, `ACTION CODE EXCLUDE`: requeue, resubmit or end, the
-exit code of the job, and nodes to do without; the reason goes to stderr, into the job's log. `decide` is the pure part.
-No torch, and no command of SLURM's: this may run inside a container.
+job.sbatch runs it. STATE is what `scontrol show job --oneliner` says, DOWN the job's nodes that are down. Prints one
+line, `ACTION CODE EXCLUDE`: requeue, resubmit or end, the exit code of the job, and nodes to do without; the reason
+goes to stderr, into the job's log. `decide` is the pure part. No torch, and no command of SLURM's: this may run inside
+a container.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
+from hp_train.checkpoint.fence import newest_attempt
 from hp_train.errors import ExitCode
 from hp_train.launch.history import read_facts, read_rows
 from hp_train.launch.outcome import Cause, Outcome, read_outcomes, write_outcome
@@ -160,9 +162,9 @@ def _with_this_incarnation(run_dir: Path, marks: Path, down: str) -> list[Outcom
     begun = _read(marks / ATTEMPT_FILE)
     if not begun:
         return []
-    newest = max((int(path.name.removeprefix("attempt_")) for path in (run_dir / "logs").glob("attempt_*")), default=0)
-    if not outcomes or outcomes[-1].attempt < max(newest, int(begun)):
-        return [*outcomes, account_for(run_dir, max(newest, int(begun)), down.partition(",")[0])]
+    newest = max(newest_attempt(run_dir), int(begun))
+    if not outcomes or outcomes[-1].attempt < newest:
+        return [*outcomes, account_for(run_dir, newest, down.partition(",")[0])]
     last = outcomes[-1]
     if down and last.cause in _MAY_BE_A_NODE:
         node = down.partition(",")[0]

@@ -235,7 +235,8 @@ def test_a_job_as_scontrol_shows_it() -> None:
     job = parse_job(SHOWN)
     assert (job.job_id, job.state, job.reason, job.restarts, job.nodes) == ("4711", "PENDING", "Resources", 2, "")
     assert job.start is not None and job.end is None and job.is_active
-    assert JobState.parse(SHOWN) == JobState("PENDING", 2, False, "Resources") and JobState.parse("") == JobState("UNKNOWN", 0)
+    assert JobState.parse(SHOWN) == JobState("PENDING", 2, False, "Resources")
+    assert JobState.parse("") == JobState("UNKNOWN", 0)
     assert JobState.parse("JobState=COMPLETING PreemptTime=2026-11-30T20:20:15").is_preempted
     assert not JobState.parse("JobState=COMPLETING PreemptTime=None").is_preempted
     assert parse_test_only("sbatch: Job 3 to start at 2026-11-30T20:20:18 using 1 processors") == (

@@ -1,4 +1,4 @@
-"""A person's own model, optimizer, loss, data and learning rate: chosen by name, typed keys, equal numbers on a mesh."""
+"""A person's own model, optimizer, loss, data and learning rate: chosen by name, typed, the same on a mesh."""
 
 from __future__ import annotations
 
