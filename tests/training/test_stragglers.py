@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hp_train.training.health import Health, slow_ranks, wrong_ranks
+import pytest
+import torch
+
+from hp_train.training import health
+from hp_train.training.health import Health, check_health, slow_ranks, wrong_ranks
+from hp_train.training.metrics import device_name, peak_memory_bytes
 from hp_train.training.stragglers import WINDOW, StragglerWatch
 
 
@@ -35,3 +40,18 @@ def test_health_compares_equal_devices_only() -> None:
 def test_a_rank_that_computes_something_else_is_named() -> None:
     found = [HEALTHY, HEALTHY, replace(HEALTHY, checksum=1.25, local_rank=5), replace(HEALTHY, sums_right=False)]
     assert wrong_ranks(found) == ["rank 3 (node17 GPU 3): wrong sum", "rank 2 (node17 GPU 5): wrong product"]
+
+
+def test_a_healthy_machine_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_SECONDS", 0.01)
+    (figures,), slow = check_health(torch.device("cpu"), "cpu", 0)
+    assert slow == [] and figures["sums_right"] and figures["flops_per_s"] > 0
+
+
+@pytest.mark.gpu
+def test_the_check_leaves_no_trace_in_the_peak_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_SECONDS", 0.01)
+    device = torch.device("cuda", torch.cuda.current_device())
+    before = torch.cuda.memory_reserved(device)
+    check_health(device, device_name(device), 0)
+    assert peak_memory_bytes(device) <= before + 64 * 2**20  # cuBLAS keeps a workspace
