@@ -82,7 +82,7 @@ def _generate(args: argparse.Namespace, max_tokens: int, temperature: float, see
         model, prompt, max_tokens, temperature=temperature, seed=seed,
         eos_id=eos_id if isinstance(eos_id, int) else None,
     )  # fmt: skip
-    for piece in text_pieces(ids, tokenizer.decode):
+    for piece in text_pieces(ids, tokenizer.decode, prompt):
         print(piece, end="", flush=True)
     print()
 
