@@ -25,8 +25,10 @@ Measured with torch 2.13, two cores with nothing else on them, a 32 M Llama, the
     hsdp 2 x 2 vs FSDP2                    1937.3    2636.3    0.73    0.74    0.80
     hsdp 2 x 2 vs FSDP2 async, prefetch    1937.3    2693.6    0.72    0.71    0.90
     ddp 2 vs replicate                      917.2    1321.0    0.69    0.82    0.88
+    8 units of 32 small parameters          101.1     149.7    0.68    0.79
     8 units of 256 small parameters         488.4     610.4    0.80    0.90
-    2,048 tokens                            not measured on an idle machine yet       0.96, 1.0
+    fsdp 2, 2,048 tokens; async            10082     12968     0.78; 0.82   0.85      0.96; 1.0
+    hsdp 2 x 2, 2,048 tokens; async        21359     21484     0.99; 0.96   0.99      0.96; 1.0
     with --loop-adamw, torch's default AdamW, whose loop over DTensors costs both engines the same:
     fsdp 2 vs FSDP2; async                 1042.8    1483.3    0.70; 0.76
     hsdp 2 x 2 vs FSDP2; async             2508.2    3027.4    0.83; 0.84
@@ -40,11 +42,12 @@ Measured with torch 2.13, two cores with nothing else on them, a 32 M Llama, the
     ddp 2, total, --loop-adamw             546.1     588.7     0.93    0.90
 
 The floor of fsdp 2 (`floor`, same run): 651 ms of computation and optimizer + 3 passes of 81 ms on the wire = 895 ms;
-a step takes 1.16 times that. What limits it: two thirds of the time is computation and optimizer, the rest the kernel's
-copies into and out of the sockets. Four processes on two cores (hsdp) add up their CPU time. In ddp the peak with
---loop-adamw is the optimizer's: 514.1 MiB of parameters, gradients and moments and two temporaries of its largest
-parameter (16 MiB each) are there whatever the engine does; the engine's own peak is that of the fused line. With many
-small parameters Python's cost per parameter limits both engines.
+a step takes 1.16 times that; of hsdp 2 x 2, 1212 + 4 x 121 = 1696 ms (1.14 times); of ddp 2, 620 + 2 x 47 = 714 ms (1.28
+times). What limits it: two thirds of the time is computation and optimizer, the rest the kernel's copies into and out of
+the sockets. Four processes on two cores (hsdp) add up their CPU time, so that at 2,048 tokens computation is all that
+counts. In ddp the peak with --loop-adamw is the optimizer's: 514.1 MiB of parameters, gradients and moments and two
+temporaries of its largest parameter (16 MiB each) are there whatever the engine does; the engine's own peak is that of
+the fused line. With many small parameters Python's cost per parameter limits both engines.
 """
 
 from __future__ import annotations
