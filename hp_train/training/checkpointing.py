@@ -56,7 +56,7 @@ class CheckpointSession:
 
         Without one the weights are the initial ones, or are loaded from `model.pretrained`. metrics.jsonl is cut to
         that step, so that every step has one row. Raises ConfigError when there must be a checkpoint and none holds,
-        or when the next samples would not be the next.
+        or when the next samples would not be the next; SupersededError on rank 0 when a newer attempt has taken over.
         """
         rng.start_anew(self._whole_config.trainer.seed, self.context.rank, step=0)
         self._identity = gather_all(identity(self._whole_config) if self.context.rank == 0 else None)[0]
@@ -69,6 +69,7 @@ class CheckpointSession:
         elif self._whole_config.model.pretrained is not None:
             load_pretrained(self._whole_config.model, self.worker.model.parameters)
         if self.context.rank == 0:
+            self.fence.check()  # loading takes a while, and the rows may be another attempt's by now
             cut_metrics(self.context.run_dir, step, self.context.attempt)
         self._last_save = time.monotonic()
         return step

@@ -106,7 +106,7 @@ class Trainer:
         self.total_steps = checkpoints.total_steps
         self.sample_shift = checkpoints.samples_seen - done * self.worker.batch_plan.global_batch_size
         evaluator = Evaluator(self.config, self.worker, progress)
-        made_up = self._make_up_evaluation(done, evaluator)
+        made_up = self._make_up_evaluation(done, evaluator, checkpoints)
         self._meet_peers()
         if self.is_reporter:
             self._describe_attempt(done, checkpoints)
@@ -174,7 +174,7 @@ class Trainer:
         shift = self.sample_shift
         return [[sample + shift for sample in chunk] for chunk in self.worker.batch_plan.samples_of(step, dp_rank)]
 
-    def _make_up_evaluation(self, step: int, evaluator: Evaluator) -> float | None:
+    def _make_up_evaluation(self, step: int, evaluator: Evaluator, checkpoints: CheckpointSession) -> float | None:
         """Return the loss after `step`, that of the checkpoint, if its attempt was stopped before it could evaluate."""
         if step == 0 or not self._evaluation_is_due(step):
             return None
@@ -184,6 +184,7 @@ class Trainer:
         self.context.progress.phase = Phase.EVALUATE
         val_loss = evaluator.loss()
         if self.is_reporter:
+            checkpoints.fence.check()
             fill_val_loss(self.context.run_dir, step, val_loss)
         return val_loss
 

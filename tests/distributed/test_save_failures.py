@@ -121,14 +121,31 @@ def stand_aside(rank: int, world_size: int, root: Path) -> tuple[str, int]:
     return str(taken), len(rows)
 
 
-def lost_and_taken(rank: int, world_size: int, root: Path) -> tuple[str, tuple[str, int]]:
-    return lose_the_folder(rank, world_size, root), stand_aside(rank, world_size, root)
+def come_late(rank: int, world_size: int, root: Path) -> str:
+    """A newer attempt has begun and written rows before this one has loaded what it goes on from."""
+    run_dir = root / "late"
+    trainer = make_trainer(rank, world_size, run_dir)
+    (run_dir / "logs/attempt_2").mkdir(parents=True)
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "attempt": 2}\n')
+    with pytest.raises(SupersededError, match="attempt 2 has taken over"):
+        trainer.run()
+    assert [path.name for path in run_dir.glob("metrics*")] == ["metrics.jsonl"]
+    return (run_dir / "metrics.jsonl").read_text()
+
+
+def lost_and_taken(rank: int, world_size: int, root: Path) -> tuple[str, tuple[str, int], str]:
+    return (
+        lose_the_folder(rank, world_size, root),
+        stand_aside(rank, world_size, root),
+        come_late(rank, world_size, root),
+    )
 
 
 def test_a_lost_folder_is_not_replaced_and_a_newer_attempt_silences_an_older_one(tmp_path: Path) -> None:
-    [(warned, taken)] = run_ranks(1, lost_and_taken, tmp_path)
+    [(warned, taken, late)] = run_ranks(1, lost_and_taken, tmp_path)
     assert "WARNING: the checkpoint of step 4 was not written" in warned
     assert taken == ("[2]", 2)
+    assert late == '{"step": 1, "attempt": 2}\n', "its rows stay"
 
 
 def end_the_job(rank: int, world_size: int, root: Path) -> str:
