@@ -36,8 +36,8 @@ demo: $(STAMP)-run
 	$(BIN)/hp-train recipe=llama_fsdp_pp
 	@$(BIN)/hp-train sample last --prompt "ROMEO:" --max-tokens 400 | head -n 4
 
-DOWNLOAD = To download: torch, about 200 MB in a CPU build and 3 GB in a CUDA build (what Linux gets unless TORCH_INDEX \
-names an index of CPU builds); everything else, about 60 MB. It takes 1.2 GB of disk (CPU) or 7 GB (CUDA) in $(VENV).
+DOWNLOAD = To download: torch, about 190 MB in a CPU build and 2.7 GB in a CUDA build (what Linux gets unless TORCH_INDEX \
+names an index of CPU builds); everything else, about 40 MB. It takes 1.1 GB of disk (CPU) or some 6 GB (CUDA) in $(VENV).
 
 # torch goes first and alone: with it in place, pip resolves the rest without a second copy.
 $(STAMP)-run: pyproject.toml constraints.txt
