@@ -42,12 +42,13 @@ Measured with torch 2.13, two cores with nothing else on them, a 32 M Llama, the
     ddp 2, total, --loop-adamw             546.1     588.7     0.93    0.90
 
 The floor of fsdp 2 (`floor`, same run): 651 ms of computation and optimizer + 3 passes of 81 ms on the wire = 895 ms;
-a step takes 1.16 times that; of hsdp 2 x 2, 1212 + 4 x 121 = 1696 ms (1.14 times); of ddp 2, 620 + 2 x 47 = 714 ms (1.28
-times). What limits it: two thirds of the time is computation and optimizer, the rest the kernel's copies into and out of
-the sockets. Four processes on two cores (hsdp) add up their CPU time, so that at 2,048 tokens computation is all that
-counts. In ddp the peak with --loop-adamw is the optimizer's: 514.1 MiB of parameters, gradients and moments and two
-temporaries of its largest parameter (16 MiB each) are there whatever the engine does; the engine's own peak is that of
-the fused line. With many small parameters Python's cost per parameter limits both engines.
+a step takes 1.16 times that; of hsdp 2 x 2, 1212 + 4 x 121 = 1696 ms (1.14 times); of ddp 2, 620 + 2 x 47 = 714 ms
+(1.28 times). What limits it: two thirds of the time is computation and optimizer, the rest the kernel's copies into and
+out of the sockets. Four processes on two cores (hsdp) add up their CPU time: at 2,048 tokens their floor is 21492 +
+4 x 137 ms, what torch takes too, so that no engine could be at 0.96 of it there. In ddp the peak with --loop-adamw is
+the optimizer's: 514.1 MiB of parameters, gradients and moments and two temporaries of its largest parameter (16 MiB
+each) are there whatever the engine does; the engine's own peak is that of the fused line. With many small parameters
+Python's cost per parameter limits both engines.
 """
 
 from __future__ import annotations

@@ -339,10 +339,12 @@ def worker(rank: int, world_size: int, options: argparse.Namespace) -> dict[str,
 
 
 def describe_time(row: dict) -> str:
+    verdict = "met" if row["ratio"] <= row["bound"] else "MISSED"
     return (
         f"dim {row['dim']:3} {row['schedule']:16} m {row['m']:2} {row['transport']:12} "
         f"ours {row['ours_ms']:7.2f} ms  torch {row['torch_ms']:7.2f} ms  ratio {row['ratio']:.3f} "
-        f"[{row['interval'][0]:.3f}, {row['interval'][1]:.3f}] of {row['num_turns']} turns (bound {row['bound']:.2f}: {'met' if row['ratio'] <= row['bound'] else 'MISSED'})  "
+        f"[{row['interval'][0]:.3f}, {row['interval'][1]:.3f}] of {row['num_turns']} turns "
+        f"(bound {row['bound']:.2f}: {verdict})  "
         f"best steps {row['best_ratio']:.3f}  floor {row['floor_ms']:7.2f} ms"
     )
 
