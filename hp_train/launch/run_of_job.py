@@ -40,11 +40,11 @@ def job_of(run_dir: Path) -> str | None:
 
 
 def _told_by_slurm(job_id: str) -> Path | None:
-    """Return the folder of the job's log if a run is in it."""
+    """Return the folder of the job's log if a run is in it, else that of its script: SLURM shows a log's %% wrongly."""
     try:
         text = slurm_tools.ask("scontrol", "show", "job", job_id, "--oneliner")
     except slurm_tools.SlurmError:
         return None
-    found = re.search(r" StdOut=(.*/)[^/]* ", text + " ")
-    run_dir = Path(found[1]) if found else None
-    return run_dir if run_dir is not None and (run_dir / "config.yaml").is_file() else None
+    found = [re.search(r" StdOut=(.*)/[^/]* ", text + " "), re.search(r" Command=(.*)/[^/]* WorkDir=", text)]
+    folders = [Path(match[1]) for match in found if match is not None]
+    return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)

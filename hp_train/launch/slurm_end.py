@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -182,7 +183,7 @@ def account_for(run_dir: Path, attempt: int, lost_node: str) -> Outcome:
     outcome = Outcome(
         attempt, Cause.LOST_NODE if lost_node else Cause.UNKNOWN, int(ExitCode.FAILED),
         step=rows[-1].step if rows else 0, message=_lost(lost_node, word) if lost_node else word,
-        first_step=facts.first_step if facts else 0, last_step=rows[-1].step if rows else 0,
+        ended_at=time.time(), first_step=facts.first_step if facts else 0, last_step=rows[-1].step if rows else 0,
         committed_step=committed_step(run_dir), node=lost_node,
     )  # fmt: skip
     write_outcome(run_dir, outcome)

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
         plan = _plan(config, num_nodes)
         _check_rendezvous(node_rank, num_nodes)
         if node_rank == 0:
-            _say(*plan.lines, *_warnings(run_dir, plan))
+            _say(*_warnings(run_dir, plan))
         return _run(run_dir, config_path, config, plan, node_rank, marks)
     except ConfigError as error:
         lines = [f"{socket.gethostname()}: {message}" for message in error.messages]

@@ -165,7 +165,8 @@ for _ in 1 2 3 4 5; do
     state=$(timeout 60 scontrol show job "$SLURM_JOB_ID" --oneliner) && break
     sleep 10
 done
-read -r {words} < <({judge} "$state" {shlex.quote(paths.config)} "$(down --nodes="$SLURM_JOB_NODELIST")") || true
+lost=$(down --nodes="$SLURM_JOB_NODELIST")
+read -r {words} < <({judge} "$state" {shlex.quote(paths.config)} "$lost") || true
 {_continuation(config, paths)}"""
 
 

@@ -49,8 +49,14 @@ def watch(run_dir: Path, *, is_over: Callable[[], bool] | None = None) -> None:
 def _show_attempt(run_dir: Path, attempt: int, display: Display, over: Callable[[], bool]) -> None:
     """Show an attempt until it has ended, a newer one has begun, or the run is over."""
     with display, Feed(run_dir, attempt, display, SimpleQueue()):
-        while read_outcome(run_dir, attempt) is None and newest_attempt(run_dir) == attempt and not over():
+        while not _has_ended(run_dir, attempt) and newest_attempt(run_dir) == attempt and not over():
             time.sleep(_POLL_S)
+
+
+def _has_ended(run_dir: Path, attempt: int) -> bool:
+    """Say whether its launcher has told the end of an attempt; what rank 0 leaves for the launcher names no time."""
+    outcome = read_outcome(run_dir, attempt)
+    return outcome is not None and outcome.ended_at > 0
 
 
 def _tell_end(run_dir: Path, attempt: int, config: TrainerConfig) -> None:
