@@ -94,6 +94,10 @@ class Cluster:
         self._run("slurmctld", "-D", "-i")
         for name in self.nodes:
             self.boot(name)
+        self.wait_for_idle()
+
+    def wait_for_idle(self) -> None:
+        """Wait until all nodes are idle."""
         wait_until(lambda: self._idle() == set(self.nodes), lambda: f"nodes are idle: {self.ask('sinfo', '-N', '-l')}")
 
     def _write_conf(self) -> None:
@@ -171,7 +175,9 @@ class Cluster:
 
     def wait_for(self, job: str, *states: str) -> None:
         """Wait until a job is in one of these states."""
-        wait_until(lambda: self.state(job) in states, lambda: f"job {job} is {states}: {self.show(job)}")
+        wait_until(
+            lambda: self.state(job) in states, lambda: f"job {job} is {states}: {self.show(job)}", 3 * _PATIENCE_S
+        )
 
     def release(self, job: str) -> None:
         """Let a job that was queued again start: SLURM holds it for two minutes. Not in the second of its kill."""

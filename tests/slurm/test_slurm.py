@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -61,6 +62,30 @@ def start_hp_train(cluster: Cluster, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [HP_TRAIN, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+class Following:
+    """A verb that looks at a run for as long as it goes on."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def end(self) -> str:
+        """Wait for its end and return what it printed."""
+        stdout, stderr = self._process.communicate(timeout=60)
+        assert (self._process.returncode, stderr) == (0, "")
+        return stdout
+
+
+@contextmanager
+def following(cluster: Cluster, *words: str) -> Iterator[Following]:
+    process = start_hp_train(cluster, *words)
+    try:
+        yield Following(process)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
 
 
 def submit(cluster: Cluster, run_dir: Path, *words: str) -> str:
@@ -128,15 +153,122 @@ def test_a_run_survives_a_requeue_a_power_cut_and_its_time_limit(cluster: Cluste
     assert no_process_of(run_dir)
 
 
-def test_a_cancelled_job_stays_cancelled(cluster: Cluster, folder: Path) -> None:
-    run_dir = folder / "cancelled"
+@pytest.mark.long
+@pytest.mark.parametrize("lost", ["node1", "node2"])
+def test_a_node_whose_slurmd_stays_dead_is_done_without(cluster: Cluster, folder: Path, lost: str) -> None:
+    """Its tasks live on: with node1 the job's script, the launcher that leads and its worker, until they see it."""
+    run_dir = folder / f"without {lost}"
+    job = submit(
+        cluster, run_dir, *TINY, "launcher.nodes=2", "launcher.nproc_per_node=1", "launcher.cpus_per_node=2",
+        "launcher.time=10m", "trainer.max_steps=200",
+    )  # fmt: skip
+    wait_for_step(run_dir, 6)
+    assert cluster.ask("squeue", "-h", "-j", job, "-o", "%N").strip() == "node[1-2]"
+    cluster.kill_slurmd(lost)
+    cluster.release(job)
+    cluster.wait_for(job, "COMPLETED")
+    wait_until(lambda: no_process_of(run_dir), "all processes are gone, on the lost node too")
+    cluster.start_slurmd(lost)
+    first = json.loads((run_dir / "logs/attempt_1/outcome.json").read_text())
+    assert (first["cause"], first["node"]) == ("lost_node", lost), log_of(run_dir)
+    others = [name for name in NODES if name != lost]
+    assert (outcome(run_dir)["cause"], outcome(run_dir)["nodes"]) == ("done", others), log_of(run_dir)
+    assert [row["step"] for row in rows(run_dir)] == list(range(1, 201))
+    cluster.wait_for_idle()
+
+
+@pytest.mark.long
+def test_a_job_stops_itself_before_its_time_is_over(cluster: Cluster, folder: Path) -> None:
+    """SLURM's warning would come too late; cancelled while it waits to go on, the attempt's end stays as it was."""
+    run_dir = folder / "limited"
+    words = ("launcher.time=1m", "launcher.signal_lead=1s", "trainer.max_steps=100000", "checkpoint.every=1000")
+    job = submit(cluster, run_dir, *TINY, *ONE_NODE[:-1], *words)
+    wait_until((run_dir / "outcome.json").exists, lambda: log_of(run_dir), patience_s=120)
+    cluster.wait_for(job, "PENDING")
+    assert "Restarts=1" in cluster.show(job) and "TIME LIMIT" not in log_of(run_dir), log_of(run_dir)
+    assert (outcome(run_dir)["cause"], outcome(run_dir)["exit_code"]) == ("time_limit", 75)
+    assert outcome(run_dir)["committed_step"] == outcome(run_dir)["step"] > 0
+    assert hp_train(cluster, "cancel", job).returncode == 0
+    told = hp_train(cluster, "status", job).stdout
+    assert f": time limit at step {outcome(run_dir)['step']}; job {job} cancelled" in told
+
+
+def test_a_preempted_job_goes_on_exactly_once(cluster: Cluster, folder: Path) -> None:
+    """A job of a partition that comes first takes all nodes away, with 20 s of notice, and gives them back."""
+    run_dir = folder / "preempted"
+    steps = ("trainer.max_steps=300", "checkpoint.every=200")
+    job = submit(cluster, run_dir, *TINY, *ONE_NODE, *steps, "launcher.partition=main")
+    wait_for_step(run_dir, 3)
+    urgent = cluster.ask(
+        "sbatch", "--parsable", "--partition=urgent", f"--nodes={len(NODES)}", "--exclusive", "--output=/dev/null",
+        "--wrap=sleep 1",
+    ).strip()  # fmt: skip
+    cluster.release(job)
+    cluster.wait_for(job, "COMPLETED")
+    assert cluster.state(urgent) == "COMPLETED"
+    first = json.loads((run_dir / "logs/attempt_1/outcome.json").read_text())
+    assert (first["cause"], first["exit_code"]) == ("preempted", 75), log_of(run_dir)
+    assert (outcome(run_dir)["cause"], outcome(run_dir)["attempt"]) == ("done", 2), log_of(run_dir)
+    assert [row["step"] for row in rows(run_dir)] == list(range(1, 301))
+    assert "Restarts=1" in cluster.show(job) and cluster.ask("squeue", "-h", "-o", "%A").split() == []
+    status = hp_train(cluster, "status", job).stdout  # the run is in no folder of runs: SLURM tells where
+    assert re.search(r"attempt 2, goodput \d+ %, 0 samples lost$", status, re.MULTILINE), status
+
+
+def test_a_run_goes_on_in_another_job_where_requeueing_is_forbidden(cluster: Cluster, folder: Path) -> None:
+    run_dir = folder / "resubmitted"
+    steps = ("trainer.max_steps=300", "checkpoint.every=200", "launcher.continue_by=resubmit")
+    job = submit(cluster, run_dir, *TINY, *ONE_NODE, *steps)
+    wait_for_step(run_dir, 3)
+    with following(cluster, "logs", str(run_dir), "-f") as logs, following(cluster, "watch", str(run_dir)) as view:
+        cluster.ask("scancel", "--signal=USR1", "--batch", job)  # what --signal=B:USR1@N sends before the limit
+        wait_until(lambda: (run_dir / "slurm/job_id").read_text().strip() != job, lambda: log_of(run_dir))
+        following_job = (run_dir / "slurm/job_id").read_text().strip()
+        cluster.wait_for(following_job, "COMPLETED")
+        seen, shown = logs.end(), view.end()
+    assert "Restarts=0" in cluster.show(job) and "Requeue=0" in cluster.show(job)
+    ends = [json.loads((run_dir / f"logs/attempt_{n}/outcome.json").read_text())["cause"] for n in (1, 2)]
+    assert ends == ["time_limit", "done"] and [row["step"] for row in rows(run_dir)] == list(range(1, 301))
+    assert cluster.ask("squeue", "-h", "-o", "%A").split() == []
+    assert "hp-train: submitting again: attempt 1 ended as time_limit" in seen
+    assert seen.splitlines()[-1] == "hp-train: not queued again: all steps are taken", seen
+    assert "attempt 1 stopped and saved at step" in shown and "attempt 2 done at step 300" in shown, shown
+
+
+def test_inside_an_allocation_the_run_starts_at_once_over_all_its_nodes(cluster: Cluster, folder: Path) -> None:
+    run_dir = folder / "inside"
+    words = [*SMALL, *TINY, f"trainer.run_dir={run_dir}", "launcher.nodes=2", "launcher.nproc_per_node=1"]
+    salloc = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2", "--time=10"]
+    done = subprocess.run(
+        [*salloc, HP_TRAIN, "submit", *words, "trainer.max_steps=10"], check=False, env=cluster.environment,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr + log_of(run_dir)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("running in job ") and any(line.startswith("step 10/10 ") for line in lines), lines
+    assert outcome(run_dir)["cause"] == "done" and len(outcome(run_dir)["nodes"]) == 2
+    other = subprocess.run(
+        ["salloc", "--quiet", "--nodes=1", "--time=10", HP_TRAIN, "submit", *SMALL, *TINY, *words[-2:]],
+        check=False, env=cluster.environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    refused = "hp-train: launcher.nodes=2 and the nodes of this allocation are 1; use launcher.nodes=1"
+    assert (other.returncode, other.stderr.splitlines()[-1]) == (2, refused)
+
+
+@pytest.mark.parametrize("by", ["hp-train", "scancel"])
+def test_a_cancelled_job_stays_cancelled(cluster: Cluster, folder: Path, by: str) -> None:
+    run_dir = folder / f"cancelled by {by}"
     job = submit(cluster, run_dir, *TINY, *ONE_NODE, "trainer.max_steps=100000")
     wait_for_step(run_dir, 2)
-    done = hp_train(cluster, "cancel", str(run_dir))
-    assert done.returncode == 0 and f"cancelled job {job}" in done.stdout, done.stderr
+    if by == "scancel":
+        cluster.ask("scancel", job)
+    else:
+        done = hp_train(cluster, "cancel", str(run_dir))
+        assert done.returncode == 0 and f"cancelled job {job}" in done.stdout, done.stderr
     wait_until(lambda: "not queued again: the job was cancelled" in log_of(run_dir), lambda: log_of(run_dir))
     cluster.wait_for(job, "CANCELLED")
     assert "Restarts=0" in cluster.show(job) and cluster.ask("squeue", "-h", "-o", "%A").split() == []
+    assert ": cancelled at step " in hp_train(cluster, "status", str(run_dir)).stdout
     assert outcome(run_dir)["cause"] == "cancelled"
     wait_until(lambda: no_process_of(run_dir), "all processes are gone")
 
