@@ -14,18 +14,21 @@ from hp_train.errors import ConfigError
 _BASH = r"""# Completes hp-train in bash. To install: hp-train completion bash >> ~/.bash_completion
 # For this shell only: eval "$(hp-train completion bash)"
 _hp_train() {
-    local line=${COMP_LINE:0:COMP_POINT} first=0 word kept="" candidate
+    local line=${COMP_LINE:0:COMP_POINT} first=0 word kept="" quote="" candidate
     local -a words
-    read -r -a words <<< "$line"
-    [[ $line == *[[:space:]] ]] && words+=("")
+    read -a words <<< "$line"  # without -r, which takes the backslash off a blank, and the two for one word
+    [[ $line == *[[:space:]] && $line != *\\[[:space:]] ]] && words+=("")
     while [[ $first -lt ${#words[@]} && ${words[first]##*/} != hp-train ]]; do first=$((first + 1)); done
     word=${words[${#words[@]} - 1]}
+    [[ $word == [\"\']* ]] && quote=${word:0:1} word=${word:1} && words[${#words[@]} - 1]=$word
     # readline replaces only what follows the last = or :, where bash breaks words
     [[ $COMP_WORDBREAKS == *=* && $word == *=* ]] && kept=${word%"${word##*=}"}
     [[ $COMP_WORDBREAKS == *:* && ${word#"$kept"} == *:* ]] && kept=${word%"${word##*:}"}
     COMPREPLY=()
     while IFS=$'\t' read -r candidate _; do
-        COMPREPLY+=("${candidate#"$kept"}")
+        candidate=${candidate#"$kept"}
+        [[ -z $quote && $candidate == *[[:space:]\"\'\$\&\;\|\<\>\`\(\)\\]* ]] && printf -v candidate %q "$candidate"
+        COMPREPLY+=("$candidate")
     done < <("${words[first]/#\~/$HOME}" completion --candidates "${words[@]:first + 1}" 2> /dev/null)
     [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=./] ]] && compopt -o nospace
     return 0
@@ -62,7 +65,8 @@ _FISH = r"""# Completes hp-train in fish. To install:
 # For this shell only: hp-train completion fish | source
 function __hp_train_candidates
     set -l words (commandline -opc)
-    set -l current (commandline -ct)
+    set -l typed (commandline -ct)
+    set -l current (string unescape -- $typed; or string replace -r '^["\']' '' -- $typed)
     set -l command (string replace -r '^~' $HOME -- $words[1])
     $command completion --candidates $words[2..-1] "$current" 2>/dev/null
 end

@@ -27,6 +27,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "runs" / run).mkdir(parents=True)
         (tmp_path / "runs" / run / "config.yaml").touch()
     (tmp_path / "tokens").mkdir()
+    (tmp_path / "with blank").mkdir()
     (tmp_path / "some.csv").touch()
     return tmp_path
 
@@ -114,7 +115,7 @@ def test_bash_completes_across_the_equals_sign_where_it_breaks_words(here: Path,
     asked = r"""
     eval "$(hp-train completion bash)"
     for COMP_LINE in "hp-train recipe=m" "hp-train res" "hp-train fsdp.dp_mode=" "OMP_NUM_THREADS=1 hp-train fsdp=d" \
-            "hp-train sample --"; do
+            "hp-train sample --" "hp-train export last --to wi" 'hp-train data.path=with\ b' 'hp-train report "with'; do
         COMP_POINT=${#COMP_LINE}
         _hp_train 2> /dev/null  # compopt complains outside of a completion
         echo "${COMPREPLY[@]}" /
@@ -122,6 +123,7 @@ def test_bash_completes_across_the_equals_sign_where_it_breaks_words(here: Path,
     found = " ".join(_ask(["bash", "--norc", "-c", asked], command, here)).split(" /")
     assert [set(words.split()) for words in found[:4]] == [{"mine"}, {"resume"}, {"ddp", "fsdp", "hsdp"}, {"ddp"}]
     assert {"--prompt", "--seed"} <= set(found[4].split())
+    assert [words.strip() for words in found[5:8]] == [r"with\ blank/", r"with\ blank/", "with blank/"]
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
@@ -133,8 +135,9 @@ def test_the_other_shells_take_their_script(here: Path, command: dict[str, str],
         return
     (here / "script").write_text(script)
     if shell == "fish":
-        found = _ask(["fish", "--no-config", "-c", 'source script; complete -C "hp-train recipe=m"'], command, here)
-        assert found[0] == "recipe=mine"
+        asked = r"source script; complete -C 'hp-train recipe=m'; complete -C 'hp-train report with\ b'"
+        found = _ask(["fish", "--no-config", "-c", asked], command, here)
+        assert found[0] == "recipe=mine" and found[-2:] == ["with", "blank/"]
     else:
         driver = r"""
         zmodload zsh/zpty
