@@ -20,6 +20,7 @@ from hp_train.config.search_path import RECIPES
 from hp_train.launch import start
 from hp_train.verbs import VERBS
 from tests.command import hp_train, slowness_of_this_machine
+from tests.commands.run_folders import saved_config
 
 CFG_LIMIT_S = 0.5
 RECIPE_NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
@@ -173,11 +174,6 @@ def test_multirun_starts_nothing_if_one_job_is_wrong(
 def test_multirun_stops_when_a_job_was_stopped(started: list, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(monkeypatch, "--multirun", "trainer.seed=1,75,2", "trainer.device=cpu") == 75
     assert [config.trainer.seed for config, _, _ in started] == [1, 75]
-
-
-def saved_config(trainer: str) -> str:
-    """The text of a run's config.yaml: every group, defaults in all but one."""
-    return "".join(f"{group}: {trainer if group == 'trainer' else '{}'}\n" for group in GROUPS)
 
 
 def test_resume_hands_over_the_changed_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

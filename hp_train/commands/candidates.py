@@ -21,6 +21,7 @@ from hp_train.verbs import VERBS
 
 Candidate = tuple[str, str]  # what is inserted, and what it means
 _MOST_RUNS = 30
+_CONFIG_DIR = ("--config-dir", "-cd")
 
 
 def candidates(words: Sequence[str]) -> list[Candidate]:
@@ -38,7 +39,8 @@ def candidates(words: Sequence[str]) -> list[Candidate]:
 
 
 def _search_path(before: Sequence[str]) -> SearchPath:
-    folder = next((after for word, after in zip(before, before[1:], strict=False) if word == "--config-dir"), None)
+    words = [part for word in before for part in (word.split("=", 1) if word.startswith("--config-dir=") else [word])]
+    folder = next((after for word, after in zip(words, words[1:], strict=False) if word in _CONFIG_DIR), None)
     try:
         return search_path(folder)
     except ConfigError:

@@ -37,8 +37,7 @@ _COMMUNICATION_TYPES = {
     HUNG_TOGETHER, "PipelineError", "PipelineHang", "DistNetworkError", "DistStoreError", "ConnectionResetError",
     "BrokenPipeError", "EOFError",
 }  # fmt: skip
-
-_MAY_LACK_MEMORY = ("RuntimeError", "AcceleratorError", "DistBackendError")  # of the CPU, the driver and NCCL: by words
+_MAY_LACK_MEMORY = ("RuntimeError", "AcceleratorError", "DistBackendError")  # raised for much else: the message tells
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hp_train.config.schema_tree import GROUPS
 from hp_train.launch.owner import Owner
 from tests.bad_inputs.cases import Case, case, check_is_refused, each_of
-
-
-def saved_config(trainer: str) -> str:
-    """The text of a run's config.yaml: every group, defaults in all but one."""
-    return "".join(f"{group}: {trainer if group == 'trainer' else '{}'}\n" for group in GROUPS)
+from tests.commands.run_folders import saved_config
 
 
 def a_run_whose_config_is(text: str) -> Callable[[Path], None]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from hp_train.config.compose import compose
+from hp_train.config.schema_tree import GROUPS
 from hp_train.launch.outcome import Cause, Outcome, write_outcome
 from hp_train.training.metrics import MetricsRow
 
@@ -17,6 +18,11 @@ FACTS = {
     "precision": "fp32", "num_parameters": 530_016, "first_step": 1, "max_steps": 60, "tokens_per_step": 2048,
     "resumed_from": None,
 }  # fmt: skip
+
+
+def saved_config(trainer: str) -> str:
+    """The text of a run's config.yaml: every group, defaults in all but one."""
+    return "".join(f"{group}: {trainer if group == 'trainer' else '{}'}\n" for group in GROUPS)
 
 
 def row(step: int, loss: float, val_loss: float | None = None) -> dict:

@@ -79,8 +79,8 @@ def test_what_is_offered(here: Path, typed: str, offered: set[str], withheld: se
 def test_own_recipes_of_a_folder_named_on_the_line_are_offered(here: Path) -> None:
     (here / "elsewhere").mkdir()
     (here / "elsewhere" / "theirs.yaml").write_text("# @package _global_\n# Theirs.\n")
-    found = dict(candidates(["--config-dir", "elsewhere", "recipe=th"]))
-    assert found == {"recipe=theirs": "Theirs."}
+    for words in (["--config-dir", "elsewhere"], ["--config-dir=elsewhere"], ["-cd", "elsewhere"]):
+        assert dict(candidates([*words, "recipe=th"])) == {"recipe=theirs": "Theirs."}
 
 
 def test_no_verb_loads_hydra_or_torch_to_tell_its_arguments() -> None:
