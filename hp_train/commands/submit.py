@@ -66,7 +66,7 @@ def start(job: Composition, argv: list[str], run_dir: Path | None = None, *, scr
 
     runs = [Submission(job.config, job.recipe or "", list(job.overrides))]
     if run_dir is None and job.config.launcher.array is not None:
-        runs = [replace(runs[0], config=config, task=task) for task, config in _tasks_of(job)]
+        runs = [replace(runs[0], config=config, task=task) for task, config in tasks_of(job)]
     if script_only:
         print_script(runs[0], run_dir)
         return 0
@@ -84,7 +84,7 @@ def start(job: Composition, argv: list[str], run_dir: Path | None = None, *, scr
     return 0
 
 
-def _tasks_of(job: Composition) -> Iterator[tuple[int, TrainerConfig]]:
+def tasks_of(job: Composition) -> Iterator[tuple[int, TrainerConfig]]:
     """Yield the tasks of a job's array, each with the config that $SLURM_ARRAY_TASK_ID gives it. Raises ConfigError."""
     from hp_train.config.compose import compose_request
     from hp_train.config.override_check import check_request
@@ -99,6 +99,6 @@ def _tasks_of(job: Composition) -> Iterator[tuple[int, TrainerConfig]]:
                 raise ConfigError(*(f"{message} (task {task} of launcher.array)" for message in composed.messages))
             yield task, composed.config
     finally:
-        del os.environ[_TASK]
+        os.environ.pop(_TASK, None)
         if before is not None:
             os.environ[_TASK] = before
