@@ -20,7 +20,7 @@ from pathlib import Path
 from hp_train.checkpoint.fence import newest_attempt
 from hp_train.errors import ExitCode
 from hp_train.launch.history import read_facts, read_rows
-from hp_train.launch.outcome import Cause, Outcome, read_outcomes, write_outcome
+from hp_train.launch.outcome import Cause, Outcome, read_outcome, read_outcomes, write_outcome
 from hp_train.launch.restart import nodes_to_exclude, why_not_again
 from hp_train.launch.run_dir import attempt_dir
 from hp_train.launch.run_of_job import ATTEMPT_FILE
@@ -28,6 +28,7 @@ from hp_train.launch.run_of_job import ATTEMPT_FILE
 REFUSED_FILE = "refused.txt"  # in the incarnation's folder: why the launcher would not start
 # What an attempt seems to end of when SLURM takes a job off a node that it has lost: a signal, a broken connection.
 _MAY_BE_A_NODE = (Cause.PREEMPTED, Cause.COMMUNICATION, Cause.NO_PROGRESS, Cause.UNKNOWN)
+JUDGED_FILE = "judged"  # in the incarnation's folder: its script came to its end
 CANCELLED_FILE = "slurm/cancelled"  # in the run directory: `hp-train cancel` was typed; a new submission removes it
 
 _TAKEN_DOWN = ("PREEMPTED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
@@ -129,6 +130,7 @@ def main(arguments: list[str]) -> int:
     if refused:
         return _print(Decision(Action.END, refused), int(ExitCode.USER_ERROR))
     job = JobState.parse(state_text)
+    (marks / JUDGED_FILE).touch()
     if _is_superseded(run_dir, marks):
         return _print(Decision(Action.END, "a later start of the run has taken over"), int(ExitCode.FAILED))
     outcomes = _with_this_incarnation(run_dir, marks, down)
@@ -164,18 +166,25 @@ def _with_this_incarnation(run_dir: Path, marks: Path, down: str) -> list[Outcom
     if not begun:
         return []
     newest = max(newest_attempt(run_dir), int(begun))
-    if not outcomes or outcomes[-1].attempt < newest:
-        return [*outcomes, account_for(run_dir, newest, down.partition(",")[0])]
-    last = outcomes[-1]
-    if down and last.cause in _MAY_BE_A_NODE:
-        node = down.partition(",")[0]
-        outcomes[-1] = replace(last, cause=Cause.LOST_NODE, node=node, message=_lost(node, last.message))
-        write_outcome(run_dir, outcomes[-1])
-    return outcomes
+    last = settle_end(run_dir, newest, down.partition(",")[0])
+    return [*(outcome for outcome in outcomes if outcome.attempt < newest), last]
 
 
-def account_for(run_dir: Path, attempt: int, lost_node: str) -> Outcome:
-    """Write and return the end of an attempt whose launcher did not live to tell it; of a lost node, or why not."""
+def settle_end(run_dir: Path, attempt: int, lost_node: str) -> Outcome:
+    """Return how an attempt ended, written anew if its launcher did not live to tell or could not know of a lost node.
+
+    lost_node: of those that it ran on, one that is down; empty if none is.
+    """
+    told = read_outcome(run_dir, attempt)
+    if told is None or (not told.ended_at and told.cause is not Cause.DONE):  # rank 0's word is not the launcher's
+        return _account_for(run_dir, attempt, lost_node)
+    if lost_node and told.cause in _MAY_BE_A_NODE:
+        told = replace(told, cause=Cause.LOST_NODE, node=lost_node, message=_lost(lost_node, told.message))
+        write_outcome(run_dir, told)
+    return told
+
+
+def _account_for(run_dir: Path, attempt: int, lost_node: str) -> Outcome:
     from hp_train.launch.attempt_end import committed_step
 
     rows, facts = read_rows(run_dir / "metrics.jsonl"), read_facts(attempt_dir(run_dir, attempt))

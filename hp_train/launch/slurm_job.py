@@ -25,7 +25,7 @@ from hp_train.launch.history import LineTail, rows_of
 from hp_train.launch.outcome import read_outcome
 from hp_train.launch.owner import Owner
 from hp_train.launch.run_of_job import ATTEMPT_FILE
-from hp_train.launch.slurm_end import REFUSED_FILE, account_for
+from hp_train.launch.slurm_end import JUDGED_FILE, REFUSED_FILE, settle_end
 from hp_train.launch.snapshot import HASH_FILE, code_hash
 from hp_train.launch.worker import load_config
 
@@ -123,19 +123,26 @@ def _run(
         before = last_owner(run_dir)
         with own(run_dir) as ownership:
             write_text(marks / ATTEMPT_FILE, str(ownership.attempt))
-            if ownership.attempt > 1 and read_outcome(run_dir, ownership.attempt - 1) is None:
-                account_for(run_dir, ownership.attempt - 1, _lost_with(before))
+            _settle_the_one_before(run_dir, ownership.attempt - 1, before)
             group = NodeGroup(0, plan.num_nodes, *_endpoint()) if plan.num_nodes > 1 else None
             _stop_before_the_limit(run_dir)
             run_attempts(replace(spec, group=group), ownership)
     return 0
 
 
-def _lost_with(owner: Owner | None) -> str:
-    """Return the node of the launcher before this one if SLURM says that it is down, else an empty text."""
-    down = [name.partition(".")[0] for name in os.environ.get(DOWN, "").split(",")]
-    host = "" if owner is None else owner.host.partition(".")[0]
-    return host if host in down else ""
+def _settle_the_one_before(run_dir: Path, attempt: int, owner: Owner | None) -> None:
+    """See that the attempt before this one has an end, and the right one if its script was killed with a node.
+
+    owner: the last launcher that did not take its note away.
+    """
+    begun = {int(path.read_text()): path.parent for path in (run_dir / "slurm").glob(f"*/{ATTEMPT_FILE}")}
+    first = max((number for number in begun if number <= attempt), default=0)
+    if not first or (begun[first] / JUDGED_FILE).exists():
+        return
+    told = read_outcome(run_dir, attempt)
+    names = [*([owner.host] if owner is not None and owner.attempt == attempt else []), *(told.nodes if told else ())]
+    down = {name.partition(".")[0] for name in os.environ.get(DOWN, "").split(",")}
+    settle_end(run_dir, attempt, next((name for name in names if name.partition(".")[0] in down), ""))
 
 
 def _stop_before_the_limit(run_dir: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from omegaconf import OmegaConf
 
 from hp_train.config.schema import ContainerSection, TrainerConfig
 from hp_train.errors import ConfigError
-from hp_train.launch import slurm_end
+from hp_train.launch import slurm_end, slurm_job
 from hp_train.launch.outcome import Cause, Outcome, read_outcome, write_outcome
+from hp_train.launch.owner import Owner
 from hp_train.launch.run_dir import attempt_dir
 from hp_train.launch.slurm_end import Action, JobState, decide
 from hp_train.launch.slurm_script import JobPaths, job_script, sbatch_quoted
@@ -199,13 +201,37 @@ def job_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_job_that_lost_a_node_says_so(job_dir: Path, capsys, told, down: str, cause: Cause, node: str) -> None:
     if told is not None:
-        write_outcome(job_dir, _end(told))
+        write_outcome(job_dir, replace(_end(told), ended_at=9.0))
     slurm_end.main([str(job_dir), "JobState=RUNNING Restarts=0", "config.yaml", down])
     outcome = read_outcome(job_dir, 1)
     assert (outcome.cause, outcome.node) == (cause, node) and read_outcome(job_dir) == outcome
     assert capsys.readouterr().out == "requeue 1 \n"
     if told is None:
         assert (outcome.step, outcome.last_step) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "told, host, judged, cause, node",
+    [
+        (_end(Cause.STOPPED), "node3.site", False, Cause.LOST_NODE, "node3.site"),  # rank 0's word: no time in it
+        (None, "node1", False, Cause.UNKNOWN, ""),
+        (replace(_end(Cause.PREEMPTED), ended_at=9.0, nodes=("node1", "node3")), "", False, Cause.LOST_NODE, "node3"),
+        (replace(_end(Cause.PREEMPTED), ended_at=9.0, nodes=("node1", "node3")), "", True, Cause.PREEMPTED, ""),
+        (_end(Cause.DONE), "node3", False, Cause.DONE, ""),
+    ],
+)
+def test_the_next_start_settles_what_a_killed_script_could_not(
+    job_dir: Path, monkeypatch, told, host, judged, cause, node
+) -> None:
+    monkeypatch.setenv("HP_TRAIN_DOWN", "node3,node4")
+    if told is not None:
+        write_outcome(job_dir, told)
+    if judged:
+        (job_dir / "slurm/7.0/judged").touch()
+    owner = Owner(host, "", 1, 0.0, 0.0, attempt=1) if host else None
+    slurm_job._settle_the_one_before(job_dir, 1, owner)
+    outcome = read_outcome(job_dir, 1)
+    assert (outcome.cause, outcome.node) == (cause, node)
 
 
 def test_a_script_on_a_node_that_slurm_gave_up_leaves_the_run_to_its_successor(job_dir: Path, capsys) -> None:
