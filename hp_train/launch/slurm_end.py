@@ -27,7 +27,8 @@ from hp_train.launch.run_of_job import ATTEMPT_FILE
 
 REFUSED_FILE = "refused.txt"  # in the incarnation's folder: why the launcher would not start
 # What an attempt seems to end of when SLURM takes a job off a node that it has lost: a signal, a broken connection.
-_MAY_BE_A_NODE = (Cause.PREEMPTED, Cause.COMMUNICATION, Cause.NO_PROGRESS, Cause.UNKNOWN)
+# STOPPED: the signal came to another node only, and all ranks saved.
+_MAY_BE_A_NODE = (Cause.PREEMPTED, Cause.STOPPED, Cause.COMMUNICATION, Cause.NO_PROGRESS, Cause.UNKNOWN)
 JUDGED_FILE = "judged"  # in the incarnation's folder: its script came to its end
 CANCELLED_FILE = "slurm/cancelled"  # in the run directory: `hp-train cancel` was typed; a new submission removes it
 

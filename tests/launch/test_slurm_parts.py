@@ -195,6 +195,7 @@ def job_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (None, "node3,node4", Cause.LOST_NODE, "node3"),
         (Cause.PREEMPTED, "node3", Cause.LOST_NODE, "node3"),  # SLURM takes a job off by the same signal
         (Cause.COMMUNICATION, "node3", Cause.LOST_NODE, "node3"),
+        (Cause.STOPPED, "node3", Cause.LOST_NODE, "node3"),  # a rank of another node was told to stop
         (Cause.PREEMPTED, "", Cause.PREEMPTED, ""),
         (Cause.TIME_LIMIT, "node3", Cause.TIME_LIMIT, ""),
     ],
