@@ -215,6 +215,7 @@ def test_a_preempted_job_goes_on_exactly_once(cluster: Cluster, folder: Path) ->
     assert re.search(r"attempt 2, goodput \d+ %, 0 samples lost$", status, re.MULTILINE), status
 
 
+@pytest.mark.long
 def test_a_run_goes_on_in_another_job_where_requeueing_is_forbidden(cluster: Cluster, folder: Path) -> None:
     run_dir = folder / "resubmitted"
     steps = ("trainer.max_steps=300", "checkpoint.every=200", "launcher.continue_by=resubmit")
@@ -235,6 +236,7 @@ def test_a_run_goes_on_in_another_job_where_requeueing_is_forbidden(cluster: Clu
     assert "attempt 1 stopped and saved at step" in shown and "attempt 2 done at step 300" in shown, shown
 
 
+@pytest.mark.long
 def test_inside_an_allocation_the_run_starts_at_once_over_all_its_nodes(cluster: Cluster, folder: Path) -> None:
     run_dir = folder / "inside"
     words = [*SMALL, *TINY, f"trainer.run_dir={run_dir}", "launcher.nodes=2", "launcher.nproc_per_node=1"]
