@@ -6,15 +6,17 @@ Without an option the launcher's log of a SLURM job, then every node's log, in w
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from hp_train.checkpoint.fence import newest_attempt
 from hp_train.errors import ConfigError
-from hp_train.launch.history import LineTail
+from hp_train.launch.history import LineTail, read_facts
 from hp_train.launch.node_log import node_logs, prefix_of
 from hp_train.launch.outcome import read_outcome
+from hp_train.launch.run_dir import attempt_dir
 from hp_train.launch.run_of_job import find_run_or_job
 from hp_train.launch.run_state import read_state
 
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the logs. Raises ConfigError where there are none."""
+    """Print the logs. Raises ConfigError where there can be none."""
     run_dir = find_run_or_job(args.run)
     attempt = newest_attempt(run_dir) if args.attempt is None else args.attempt
     rank = _failed_rank(run_dir, attempt) if args.failed else args.rank
@@ -41,9 +43,7 @@ def run(args: argparse.Namespace) -> int:
     printer = _Printer(keep)
     printer.add([*(_job_logs(run_dir) if rank is None and args.attempt is None else []), *node_logs(run_dir, attempt)])
     if not args.follow and not printer.print_new(last=True):
-        raise ConfigError(
-            f"{run_dir} has no logs of " + (f"rank {rank} in " if rank is not None else "") + f"attempt {attempt}"
-        )
+        print(f"hp-train: {_why_nothing(run_dir, attempt, rank)}", file=sys.stderr)
     asked_at, over = -_ASK_EVERY_S, False
     while args.follow and not over:
         if time.monotonic() - asked_at >= _ASK_EVERY_S:
@@ -55,6 +55,15 @@ def run(args: argparse.Namespace) -> int:
         printer.print_new(last=over)
         time.sleep(0 if over else _POLL_S)
     return 0
+
+
+def _why_nothing(run_dir: Path, attempt: int, rank: int | None) -> str:
+    """Say that ranks which were there printed nothing. Raises ConfigError if there were none such."""
+    facts = read_facts(attempt_dir(run_dir, attempt))
+    if facts is None or not 0 <= (rank or 0) < facts.world_size:
+        whose = f"rank {rank} in attempt {attempt}" if rank is not None else f"attempt {attempt}"
+        raise ConfigError(f"{run_dir} has no logs of {whose}")
+    return f"{'its ranks' if rank is None else f'rank {rank}'} printed nothing in attempt {attempt} of {run_dir}"
 
 
 def _failed_rank(run_dir: Path, attempt: int) -> int:

@@ -136,6 +136,18 @@ def test_logs_are_prefixed_by_rank_unless_one_is_asked_for(run_dir: Path, monkey
         logs.run(_logs(rank=7))
 
 
+def test_ranks_that_printed_nothing_are_no_mistake(run_dir: Path, capsys) -> None:
+    (run_dir / "logs/attempt_2/node_1.log").unlink()
+    assert logs.run(_logs(rank=1)) == 0
+    assert capsys.readouterr() == ("", f"hp-train: rank 1 printed nothing in attempt 2 of {run_dir}\n")
+    (run_dir / "logs/attempt_2/node_0.log").unlink()
+    assert logs.run(_logs()) == 0
+    assert capsys.readouterr() == ("", f"hp-train: its ranks printed nothing in attempt 2 of {run_dir}\n")
+    for rank in (-1, 2):
+        with pytest.raises(ConfigError, match=f"has no logs of rank {rank} in attempt 2$"):
+            logs.run(_logs(rank=rank))
+
+
 def test_logs_of_an_attempt_that_never_was_is_one_line(run_dir: Path, monkeypatch) -> None:
     _knows(monkeypatch, None)
     for attempt in (0, 3):
