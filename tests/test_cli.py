@@ -38,7 +38,8 @@ def test_bare_command_prints_verbs_five_commands_and_recipes(tmp_path: Path) -> 
 
 def test_the_commands_of_the_overview_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    compose(["recipe=llama_fsdp_pp", "accelerator.pp_size=1", "fsdp.dp_shard_size=2"])
+    config = compose(["recipe=llama_fsdp_pp", "accelerator.pp_size=1", "fsdp.dp_shard_size=2"]).config
+    assert (config.accelerator.pp_size, config.fsdp.dp_shard_size, config.fsdp.dp_mode) == (1, 2, "fsdp")
 
 
 def test_recipes_tells_size_and_processes(tmp_path: Path) -> None:
