@@ -320,6 +320,7 @@ def measure_overhead() -> float:
 
 
 def worker(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, list[dict] | float]:
+    os.sched_setaffinity(0, {rank})
     results: dict[str, list[dict] | float] = {"time": [], "memory": []}
     for dim, shape in SHAPES.items():
         for name, bound in shape.bounds:

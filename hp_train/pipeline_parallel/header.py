@@ -7,7 +7,8 @@ change from step to step. Backward edges need none: a gradient has the layout of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,17 +23,12 @@ _FIELDS = 3 + MAX_DIMS  # dtype, requires_grad, number of dimensions, sizes
 HEADER_LENGTH = 2 + MAX_TENSORS * _FIELDS  # count, uniform, one record a tensor
 
 
-@dataclass(frozen=True, slots=True)
-class TensorLayout:
+class TensorLayout(NamedTuple):
     """Shape and type of one crossing tensor, and whether its gradient comes back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorLayout:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -42,6 +38,7 @@ def layouts_of(outputs: Sequence[object], what: str) -> tuple[TensorLayout, ...]
     """The layouts of a stage's outputs. Raises TypeError or ValueError naming `what` if one can't cross to a rank."""
     if len(outputs) > MAX_TENSORS:
         raise ValueError(f"{what} returns {len(outputs)} tensors; at most {MAX_TENSORS} cross between stages")
+    layouts = []
     for index, output in enumerate(outputs):
         if not isinstance(output, Tensor):
             raise TypeError(
@@ -52,10 +49,12 @@ def layouts_of(outputs: Sequence[object], what: str) -> tuple[TensorLayout, ...]
             raise TypeError(f"output {index} of {what} has dtype {output.dtype}, which does not cross between stages")
         if output.ndim > MAX_DIMS:
             raise ValueError(f"output {index} of {what} has {output.ndim} dimensions; at most {MAX_DIMS} cross")
-    return tuple(TensorLayout.of(output) for output in outputs)
+        layouts.append(TensorLayout(output.shape, output.dtype, output.requires_grad))
+    return tuple(layouts)
 
 
-def encode(layouts: Sequence[TensorLayout], uniform: bool) -> Tensor:
+@lru_cache(64)
+def encode(layouts: tuple[TensorLayout, ...], uniform: bool) -> Tensor:
     """The header int64 [HEADER_LENGTH]. `uniform`: every later micro-batch of the step has these layouts too."""
     numbers = [len(layouts), int(uniform)]
     for layout in layouts:
@@ -66,7 +65,12 @@ def encode(layouts: Sequence[TensorLayout], uniform: bool) -> Tensor:
 
 def decode(header: Tensor) -> tuple[tuple[TensorLayout, ...], bool]:
     """The layouts in a header, and whether they hold for the rest of the step."""
-    count, uniform, *numbers = header.tolist()
+    return _decode(tuple(header.tolist()))
+
+
+@lru_cache(64)
+def _decode(header: tuple[int, ...]) -> tuple[tuple[TensorLayout, ...], bool]:
+    count, uniform, *numbers = header
     assert 0 <= count <= MAX_TENSORS, f"a header says {count} tensors: the channel is out of step"
     layouts = []
     for start in range(0, count * _FIELDS, _FIELDS):

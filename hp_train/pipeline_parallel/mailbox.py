@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from hp_train.pipeline_parallel.header import HEADER_LENGTH, TensorLayout, decode, encode, layouts_of
-from hp_train.pipeline_parallel.transport import HEADER, Edge, Operation, Traffic, Wires
+from hp_train.pipeline_parallel.header import HEADER_LENGTH, TensorLayout, decode, encode
+from hp_train.pipeline_parallel.transport import HEADER, Edge, Traffic, Transfer, Wires
 
 MAX_OPEN_SENDS = 1
 """Sends on an edge that may be under way when a transfer step ends: what they send stays allocated."""
@@ -65,7 +64,7 @@ class BufferPool:
     def give_back(self, buffer: Tensor) -> None:
         """Keep a buffer for reuse, unless something else still refers to its memory."""
         if torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) <= _USES_OF_A_LONE_BUFFER:
-            self._free.setdefault((tuple(buffer.shape), buffer.dtype), []).append(buffer)
+            self._free.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
 
     def keep_only(self, layouts: Sequence[TensorLayout]) -> None:
         """Drop free buffers of other layouts: the shapes of an earlier step."""
@@ -83,36 +82,49 @@ _USES_OF_A_LONE_BUFFER = _count_uses_of_a_lone_buffer()
 
 
 class Outbox:
-    """The sending end of an edge."""
+    """The sending end of an edge.
+
+    uniform_layouts: what one header has announced for all values of the pass; None before, or if each has its own.
+    """
 
     def __init__(self, edge: Edge, wires: Wires, *, limits_open_sends: bool) -> None:
         self.edge = edge
         self._wires = wires
         self._limit = MAX_OPEN_SENDS if limits_open_sends else None
-        self._open: deque[tuple[int, list[dist.Work], list[Tensor]]] = deque()
-        self._announced: tuple[tuple[TensorLayout, ...], bool] | None = None
+        self._open: deque[tuple[int, list[Transfer], list[Tensor]]] = deque()
+        self.uniform_layouts: tuple[TensorLayout, ...] | None = None
         self._trusted: tuple[TensorLayout, ...] | None = None
 
     def begin_step(self) -> None:
         """Start a pass: its first values are announced anew."""
-        self._trusted = _worth_trust(self._announced)
-        self._announced = None
+        self._trusted, self.uniform_layouts = self.uniform_layouts, None
 
-    def prepare(self, values: Sequence[object], uniform: bool, what: str) -> list[Operation]:
-        """Announce the values if that is due, and return the operations that send them.
+    def announce(self, layouts: tuple[TensorLayout, ...], uniform: bool, what: str) -> None:
+        """Send the header of the values that come next. Values of `uniform_layouts` need none.
 
-        Forward and data edges send every tensor and a header ahead of the first; backward edges send the gradients
-        of those tensors that have one, whose layouts the receiver knows. Raises if a value can't cross.
+        uniform: whether all later values of the pass have these layouts.
+        what: the stage that made them, for the error if there is no header for other layouts any more.
         """
-        if self.edge.traffic is Traffic.BACKWARD:
-            tensors = [value for value in values if value is not None]
-        else:
-            tensors = [*self._announce(layouts_of(values, what), uniform, what), *values]
-        return [Operation(True, tensor.detach().contiguous(), self.edge) for tensor in tensors]
+        if self.uniform_layouts is not None:
+            raise ValueError(
+                f"{what} returns {_listed(layouts)} after {_listed(self.uniform_layouts)} from inputs of the same "
+                "shapes; the receiver's buffers would not fit"
+            )
+        self.uniform_layouts = layouts if uniform else None
+        header = encode(layouts, uniform)
+        self._open.append((HEADER, [self._wires.send_header(header, self.edge)], [header]))
+        trusted, self._trusted = self._trusted, None
+        if self._wires.is_host and trusted is not None and not _fit(trusted, layouts):
+            self.send(HEADER, [torch.zeros(each.shape, dtype=each.dtype) for each in trusted])
 
-    def sent(self, micro_index: int, works: list[dist.Work], operations: Sequence[Operation]) -> None:
-        """Note what is under way, so that its memory lives until it has arrived."""
-        self._open.append((micro_index, works, [operation.tensor for operation in operations]))
+    def send(self, micro_index: int, values: Sequence[Tensor | None]) -> None:
+        """Start to send a micro-batch's values, but those that are None, and keep them until they have arrived."""
+        tensors, transfers = [], []
+        for value in values:
+            if value is not None:
+                tensors.append(value.detach().contiguous())
+                transfers.append(self._wires.start(tensors[-1], self.edge))
+        self._open.append((micro_index, transfers, tensors))
 
     def let_go(self) -> None:
         """Free what has been sent: on the host, wait for all but the latest sends that may be under way.
@@ -121,7 +133,7 @@ class Outbox:
         """
         if not self._wires.is_host:
             # Waiting would put the compute stream behind the send; asking costs nothing.
-            while len(self._open) > 1 and all(work.is_completed() for work in self._open[0][1]):
+            while len(self._open) > 1 and all(transfer.is_completed() for transfer in self._open[0][1]):
                 self._open.popleft()
         elif self._limit is not None:
             while len(self._open) > self._limit:
@@ -137,27 +149,9 @@ class Outbox:
         self._open.clear()
 
     def _finish_oldest(self) -> None:
-        micro_index, works, _ = self._open[0]
-        self._wires.wait_for(works, self.edge, micro_index)
+        micro_index, transfers, _ = self._open[0]
+        self._wires.wait_for(transfers, self.edge, micro_index)
         self._open.popleft()
-
-    def _announce(self, layouts: tuple[TensorLayout, ...], uniform: bool, what: str) -> list[Tensor]:
-        """Send the header if one is due; return what must go ahead of the values because it was expected."""
-        if self._announced is not None and self._announced[1]:
-            expected = self._announced[0]
-            if layouts != expected:
-                raise ValueError(
-                    f"{what} returns {_listed(layouts)} after {_listed(expected)} from inputs of the same shapes; "
-                    "the receiver's buffers would not fit"
-                )
-            return []
-        self._announced = (layouts, uniform)
-        header = encode(layouts, uniform)
-        self._open.append((HEADER, [self._wires.send_header(header, self.edge)], [header]))
-        trusted, self._trusted = self._trusted, None
-        if not self._wires.is_host or trusted is None or _fit(trusted, layouts):
-            return []
-        return [torch.zeros(each.shape, dtype=each.dtype) for each in trusted]
 
 
 class Inbox:
@@ -169,18 +163,25 @@ class Inbox:
     def __init__(self, edge: Edge, wires: Wires, device: torch.device, most_in_use: int) -> None:
         self.edge = edge
         self._most_in_use = most_in_use
-        self.infos: tuple[RecvInfo, ...] = ()
         self.pool = BufferPool(device)
         self._wires = wires
         self._peer_global_rank = wires.global_ranks[edge.source_rank]
         self._queue: deque[int] = deque()
-        self._posted: dict[int, tuple[list[dist.Work], list[Tensor | None]]] = {}
+        self._posted: dict[int, tuple[list[Transfer], list[Tensor | None]]] = {}
         self._held: dict[int, list[Tensor | None]] = {}
         self._layouts: dict[int, tuple[TensorLayout, ...]] = {}  # of micro-batches whose layout is known by itself
         self._uniform_layouts: tuple[TensorLayout, ...] | None = None
-        self._header: tuple[Tensor, dist.Work] | None = None
-        self._announced: tuple[tuple[TensorLayout, ...], bool] | None = None
+        self._header: tuple[Tensor, Transfer] | None = None
+        self._latest: tuple[tuple[TensorLayout, ...], list[Tensor | None]] = (), []  # of the latest receive
         self._trusting: int | None = None  # the micro-batch posted on trust, until its header is read
+
+    @property
+    def infos(self) -> tuple[RecvInfo, ...]:
+        """What the latest receive was set up with, per tensor; empty before the first."""
+        return tuple(
+            RecvInfo(self._peer_global_rank, buffer, each.requires_grad)
+            for each, buffer in zip(*self._latest, strict=True)
+        )
 
     @property
     def is_uniform(self) -> bool:
@@ -190,9 +191,8 @@ class Inbox:
     def begin_step(self, micro_indices: Sequence[int]) -> None:
         """Expect these micro-batches, in this order."""
         self._queue = deque(micro_indices)
-        self._uniform_layouts = None
+        trusted, self._uniform_layouts = self._uniform_layouts, None
         self._layouts.clear()
-        trusted, self._announced = _worth_trust(self._announced), None
         if self._queue:
             self._expect_header()
             if trusted is not None and self._wires.is_host:
@@ -208,37 +208,33 @@ class Inbox:
         """Whether the layouts of the next receive are known without waiting for a header."""
         return self._uniform_layouts is not None or bool(self._queue and self._queue[0] in self._layouts)
 
-    def prepare(self, micro_index: int) -> list[Operation]:
-        """The operations that receive this micro-batch; none if they are posted already. Waits for its header."""
-        if micro_index in self._posted:
-            return []
+    def is_posted(self, micro_index: int) -> bool:
+        """Whether this micro-batch's receive has been posted and not yet taken."""
+        return micro_index in self._posted
+
+    def post(self, micro_index: int) -> None:
+        """Start to receive this micro-batch, the next in the queue. Waits for its header."""
         assert self._queue and self._queue[0] == micro_index, f"{self.edge}: micro-batch {micro_index} is out of turn"
         layouts = self._layouts_of(micro_index)
         self._queue.popleft()
         is_backward = self.edge.traffic is Traffic.BACKWARD
         buffers = [self.pool.take(each) if each.requires_grad or not is_backward else None for each in layouts]
-        self._describe(layouts, buffers)
-        self._posted[micro_index] = ([], buffers)
-        return [Operation(False, buffer, self.edge) for buffer in buffers if buffer is not None]
-
-    def posted(self, micro_index: int, works: list[dist.Work]) -> None:
-        """Note the Works of operations that `prepare` returned."""
-        self._posted[micro_index][0].extend(works)
+        self._latest = layouts, buffers
+        self._posted[micro_index] = self._start(buffers), buffers
 
     def post_ahead(self) -> None:
         """Post further receives while their layouts are known and buffers may be in use for them."""
-        while self._queue and self.knows_next() and len(self._posted) + len(self._held) < self._most_in_use:
-            micro_index = self._queue[0]
-            self.posted(micro_index, self._wires.submit(self.prepare(micro_index)))
+        while self._queue and len(self._posted) + len(self._held) < self._most_in_use and self.knows_next():
+            self.post(self._queue[0])
 
     def take(self, micro_index: int) -> list[Tensor | None]:
         """Wait for the micro-batch and return its buffers; they stay in use until `release`."""
         if micro_index == self._trusting:
             self._read_header(micro_index)
         if micro_index not in self._posted:
-            self.posted(micro_index, self._wires.submit(self.prepare(micro_index)))
-        works, buffers = self._posted[micro_index]
-        self._wires.wait_for(works, self.edge, micro_index)
+            self.post(micro_index)
+        transfers, buffers = self._posted[micro_index]
+        self._wires.wait_for(transfers, self.edge, micro_index)
         self._held[micro_index] = buffers
         del self._posted[micro_index]
         return buffers
@@ -260,30 +256,26 @@ class Inbox:
         self._held.clear()
         self._header = None
 
-    def _describe(self, layouts: tuple[TensorLayout, ...], buffers: list[Tensor | None]) -> None:
-        self.infos = tuple(
-            RecvInfo(self._peer_global_rank, buffer, each.requires_grad)
-            for each, buffer in zip(layouts, buffers, strict=True)
-        )
-
     def _post_on_trust(self, trusted: tuple[TensorLayout, ...]) -> None:
         """Post the first receive of a pass for the layouts of the last one, whatever its header will say."""
         self._trusting = self._queue.popleft()
         buffers = [self.pool.take(each) for each in trusted]
-        works = self._wires.submit([Operation(False, buffer, self.edge) for buffer in buffers])
-        self._posted[self._trusting] = (works, buffers)
+        self._posted[self._trusting] = self._start(buffers), buffers
 
     def _resolve_trust(self, layouts: tuple[TensorLayout, ...]) -> None:
         """Now that the first receive's layouts are known: keep it, or let it end and post it anew."""
         micro_index, self._trusting = self._trusting, None
-        works, buffers = self._posted[micro_index]
-        if _fit([TensorLayout.of(buffer) for buffer in buffers], layouts):
-            self._describe(layouts, buffers)
+        transfers, buffers = self._posted[micro_index]
+        if _fit(buffers, layouts):
+            self._latest = layouts, buffers
             return
-        self._wires.wait_for(works, self.edge, micro_index)
+        self._wires.wait_for(transfers, self.edge, micro_index)
         del self._posted[micro_index]
         self._queue.appendleft(micro_index)
-        self.posted(micro_index, self._wires.submit(self.prepare(micro_index)))
+        self.post(micro_index)
+
+    def _start(self, buffers: Sequence[Tensor | None]) -> list[Transfer]:
+        return [self._wires.start(buffer, self.edge) for buffer in buffers if buffer is not None]
 
     def _expect_header(self) -> None:
         if self.edge.traffic is not Traffic.BACKWARD:
@@ -304,7 +296,7 @@ class Inbox:
         assert self._header is not None, f"{self.edge}: no header announces micro-batch {micro_index}"
         header, work = self._header
         self._wires.wait_for([work], self.edge, micro_index)
-        layouts, uniform = self._announced = decode(header)
+        layouts, uniform = decode(header)
         self._layouts[micro_index] = layouts
         self._header = None
         if uniform:
@@ -316,13 +308,8 @@ class Inbox:
             self._resolve_trust(layouts)
 
 
-def _worth_trust(announced: tuple[tuple[TensorLayout, ...], bool] | None) -> tuple[TensorLayout, ...] | None:
-    """What the latest header lets both ends expect of the next pass: nothing if layouts change within a pass."""
-    return announced[0] if announced is not None and announced[1] else None
-
-
-def _fit(expected: Sequence[TensorLayout], layouts: Sequence[TensorLayout]) -> bool:
-    """Whether buffers for the one take the other."""
+def _fit(expected: Sequence[TensorLayout | Tensor], layouts: Sequence[TensorLayout]) -> bool:
+    """Whether buffers for the one, or these buffers, take the other."""
     return [(each.shape, each.dtype) for each in expected] == [(each.shape, each.dtype) for each in layouts]
 
 

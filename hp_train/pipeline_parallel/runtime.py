@@ -87,17 +87,16 @@ class PipelineRuntime:
         self._wires: Wires | None = None
         self._sentinel = Sentinel(global_ranks, self.pp_rank, self._standing, self._abort_transfers)
         self._sentinel.compare(sha256((schedule_hash(schedule, transport) + config_digest).encode()).hexdigest())
-        self._wires = Wires(
-            transport, edges_of(schedule), global_ranks, self.pp_rank, device, timeout_s, self._sentinel.store
-        )
+        edges = edges_of(schedule)
+        self._wires = Wires(transport, edges, global_ranks, self.pp_rank, device, timeout_s, self._sentinel.store)
         self._inboxes = {
             (edge.traffic, edge.target_stage): Inbox(edge, self._wires, device, self._most_in_use(edge))
-            for edge in edges_of(schedule)
+            for edge in edges
             if edge.target_rank == self.pp_rank
         }
         self._outboxes = {
             (edge.traffic, edge.source_stage): Outbox(edge, self._wires, limits_open_sends=transport != "multi_stream")
-            for edge in edges_of(schedule)
+            for edge in edges
             if edge.source_rank == self.pp_rank
         }
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from hp_train.pipeline_parallel.backward_split import PendingWeights, backward_input, backward_weight
 from hp_train.pipeline_parallel.sharding import Units, units_of
@@ -85,22 +85,16 @@ class ModuleStage:
     num_stages: int
     loss_fn: Callable[[Any, Any], Tensor] | None = None
     _in_flight: dict[int, _InFlight] = field(default_factory=dict, init=False)
+    is_last: bool = field(init=False)
     _units: Units = field(init=False)
     _swap: SwapSpace = field(init=False)
     _swapped: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         assert 0 <= self.stage_index < self.num_stages, f"stage {self.stage_index} of {self.num_stages}"
+        self.is_last = self.stage_index == self.num_stages - 1
         self._units = units_of(self.module)
         self._swap = SwapSpace(self.module)
-
-    @property
-    def is_first(self) -> bool:
-        return self.stage_index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage_index == self.num_stages - 1
 
     def begin_step(self, swapped: frozenset[int]) -> None:
         """See Stage."""
@@ -112,13 +106,14 @@ class ModuleStage:
         self, micro_index: int, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any
     ) -> tuple[Tensor, ...]:
         """See Stage."""
-        if micro_index not in self._swapped or not torch.is_grad_enabled():
+        is_training = torch.is_grad_enabled()
+        if not is_training or micro_index not in self._swapped:
             outputs = self._call(inputs, kwargs, targets)
         else:
             with self._swap.saving(micro_index, (*inputs, *kwargs.values(), targets)):
                 outputs = self._call(inputs, kwargs, targets)
             self._swap.keep_outputs(micro_index, outputs)
-        if torch.is_grad_enabled():
+        if is_training:
             self._keep(micro_index, inputs, outputs)
         return outputs
 
@@ -141,12 +136,17 @@ class ModuleStage:
     def backward(self, micro_index: int, output_grads: Grads) -> Grads:
         """See Stage."""
         flight = self._in_flight.pop(micro_index)
-        roots, grads = _with_gradient(flight.roots, output_grads)
+        roots, root_grads = _with_gradient(flight.roots, output_grads)
         if roots:
-            torch.autograd.backward(roots, grads)
+            # What torch.autograd.backward calls after it has looked over its arguments, which is a long look at a small
+            # model's scale: these are gradient edges, with gradients made for them.
+            _engine_run_backward(roots, root_grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
         self._units.after_backward()
         self._swap.forget(micro_index)
-        return _spread(flight, _take_grads(flight.inputs))
+        grads = [each.grad for each in flight.inputs]
+        for each in flight.inputs:
+            each.grad = None
+        return _spread(flight, grads)
 
     def backward_input(self, micro_index: int, output_grads: Grads) -> Grads:
         """See Stage."""
@@ -195,22 +195,18 @@ class ModuleStage:
 
 def _with_gradient(
     roots: Sequence[GradientEdge | None], grads: Grads
-) -> tuple[list[GradientEdge], list[Tensor | None]]:
-    """The roots from which backward starts: outputs that have a graph and received a gradient."""
+) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
+    """The roots from which backward starts, outputs that have a graph and received a gradient, and the gradients."""
     assert len(roots) == len(grads), f"{len(grads)} gradients for {len(roots)} outputs"
-    chosen = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root is not None and grad is not None]
-    return [root for root, _ in chosen], [grad for _, grad in chosen]
-
-
-def _take_grads(inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    grads = [each.grad for each in inputs]
-    for each in inputs:
-        each.grad = None
-    return grads
+    pairs = zip(roots, grads, strict=True)
+    chosen = [(root, grad) for root, grad in pairs if root is not None and grad is not None]
+    return tuple(zip(*chosen, strict=True)) if chosen else ((), ())
 
 
 def _spread(flight: _InFlight, grads: Sequence[Tensor | None]) -> Grads:
     """Gradients of the inputs that need one, put at their places among all inputs."""
+    if len(grads) == flight.num_inputs:
+        return tuple(grads)
     spread: list[Tensor | None] = [None] * flight.num_inputs
     for at, grad in zip(flight.positions, grads, strict=True):
         spread[at] = grad

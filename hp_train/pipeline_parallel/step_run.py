@@ -14,17 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_train.pipeline_parallel.header import layouts_of
+from hp_train.pipeline_parallel.header import TensorLayout, layouts_of
 from hp_train.pipeline_parallel.mailbox import Inbox, Outbox
 from hp_train.pipeline_parallel.microbatch import StageInputs
 from hp_train.pipeline_parallel.stage import Grads, Stage
-from hp_train.pipeline_parallel.transport import Operation, Traffic, Wires
+from hp_train.pipeline_parallel.transport import Traffic, Wires
 from hp_train.schedule import MetaStep, MetaStepType
-from hp_train.schedule.steps import SEND_TYPES
+from hp_train.schedule.steps import RECV_TYPES, SEND_TYPES
 
 _T = MetaStepType
 Handler = Callable[["StepRun", MetaStep], None]
 Place = tuple[int, int]  # stage, micro-batch
+Outgoing = tuple[Sequence[Tensor | None], tuple[TensorLayout, ...] | None]
+"""What a send step finds: values, and the layouts that the receiver must know; None for gradients, whose it knows."""
 
 TRAFFIC_OF = {
     _T.FWD_SEND: Traffic.FORWARD, _T.FWD_RECV: Traffic.FORWARD, _T.BWD_SEND: Traffic.BACKWARD,
@@ -58,7 +60,7 @@ class StepRun:
     with_free_buffers: list[Inbox] = field(default_factory=list)
     activations: dict[Place, tuple[Any, ...]] = field(default_factory=dict)  # from a stage on this rank
     output_grads: dict[Place, Grads] = field(default_factory=dict)  # from a stage on this rank
-    outgoing: dict[tuple[Traffic, int, int], Sequence[Any]] = field(default_factory=dict)
+    outgoing: dict[tuple[Traffic, int, int], Outgoing] = field(default_factory=dict)
 
     def execute(self, step: MetaStep) -> None:
         """Run one step with whatever handler its type has."""
@@ -76,21 +78,21 @@ class StepRun:
         elif stage_index + 1 in self.stages:
             self.activations[stage_index + 1, micro_index] = tuple(_as_leaf(each) for each in outputs)
         else:
-            self.outgoing[Traffic.FORWARD, stage_index, micro_index] = outputs
+            layouts = layouts_of(outputs, f"stage {stage_index}")
+            self.outgoing[Traffic.FORWARD, stage_index, micro_index] = outputs, layouts
             if self.is_training:
-                layouts = layouts_of(outputs, f"stage {stage_index}")
                 inbox = self.inboxes[Traffic.BACKWARD, stage_index]
                 inbox.expect(micro_index, layouts)
                 self._may_post_ahead(inbox)
         if not self.is_training:
-            self._release(Traffic.FORWARD, stage_index, micro_index)
+            self._release(stage_index, micro_index, Traffic.FORWARD)
 
     def backward(self, stage_index: int, micro_index: int) -> None:
         """Run a stage's whole backward and hand the gradients of its inputs on."""
         grads = self._grads_of(stage_index, micro_index)
         self._hand_back(stage_index, micro_index, self.stages[stage_index].backward(micro_index, grads))
         del grads
-        self._release_both(stage_index, micro_index)
+        self._release(stage_index, micro_index, Traffic.FORWARD, Traffic.BACKWARD)
 
     def backward_input(self, stage_index: int, micro_index: int) -> None:
         """Run the half of a stage's backward that the previous stage waits for."""
@@ -103,7 +105,7 @@ class StepRun:
     def backward_weight(self, stage_index: int, micro_index: int) -> None:
         """Run the other half."""
         self.stages[stage_index].backward_weight(micro_index)
-        self._release_both(stage_index, micro_index)
+        self._release(stage_index, micro_index, Traffic.FORWARD, Traffic.BACKWARD)
 
     def load(self, micro_index: int) -> None:
         """Read a micro-batch from its source, to the device, and leave its targets for the last stage's rank."""
@@ -111,49 +113,70 @@ class StepRun:
         assert batch is not None, f"no inputs for micro-batch {micro_index} on the rank that loads them"
         batch = self.micro_batches[micro_index] = _on_device(batch, self.wires.device)
         if (Traffic.DATA, 0) in self.outboxes:
-            self.outgoing[Traffic.DATA, 0, micro_index] = (batch.targets,)
+            targets = (batch.targets,)
+            self.outgoing[Traffic.DATA, 0, micro_index] = targets, layouts_of(targets, "stage 0")
+
+    def send(self, step: MetaStep) -> None:
+        """Start a send that stands alone."""
+        if self.wires.groups_batches:
+            self.transfer((step,))
+            return
+        outbox = self._send(step)
+        if self.with_free_buffers:
+            self._post_ahead()
+        outbox.let_go()
+
+    def receive(self, step: MetaStep) -> None:
+        """Start a receive that stands alone."""
+        if self.wires.groups_batches:
+            self.transfer((step,))
+        else:
+            self._receive(step)
 
     def transfer(self, steps: Sequence[MetaStep]) -> None:
         """Start sends and receives. Receives are waited for where consumed.
 
-        Sends go first, headers and all: a peer may need them before it can announce what this rank is to receive.
+        Sends go first, headers and all: a peer may need them before it can announce what this rank is to receive. In
+        one group call only host threads wait for headers, before it, so no device transfer can hold one up.
         """
-        ordered = sorted(steps, key=lambda each: each.meta_type not in SEND_TYPES)
         if self.wires.groups_batches:
-            self._transfer_together(ordered)
+            with self.wires.together():
+                sending = self._start(steps)
         else:
-            for step in ordered:
-                operations = self._operations_of(step)
-                if operations:
-                    self._book(step, self.wires.submit(operations), operations)
-            self._post_ahead()
+            sending = self._start(steps)
+            if self.with_free_buffers:
+                self._post_ahead()
+        for outbox in sending:
+            outbox.let_go()
+
+    def _start(self, steps: Sequence[MetaStep]) -> list[Outbox]:
+        sending = [self._send(step) for step in steps if step.meta_type in SEND_TYPES]
         for step in steps:
-            if step.meta_type in SEND_TYPES:
-                self.outboxes[TRAFFIC_OF[step.meta_type], step.stage_index].let_go()
+            if step.meta_type in RECV_TYPES:
+                self._receive(step)
+        return sending
 
-    def _transfer_together(self, steps: Sequence[MetaStep]) -> None:
-        """One group call for all. Only host threads wait for headers here, so no device transfer can hold one up."""
-        started = [(step, self._operations_of(step)) for step in steps]
-        together = [operation for _, operations in started for operation in operations]
-        works = self.wires.submit(together)
-        for step, operations in started:
-            if operations:
-                self._book(step, works, operations)
+    def _send(self, step: MetaStep) -> Outbox:
+        traffic, stage_index, micro_index = TRAFFIC_OF[step.meta_type], step.stage_index, step.micro_index
+        outbox = self.outboxes[traffic, stage_index]
+        values, layouts = self.outgoing.pop((traffic, stage_index, micro_index))
+        if layouts is not None and layouts != outbox.uniform_layouts:
+            outbox.announce(layouts, self._announces_all(traffic, stage_index), f"stage {stage_index}")
+        outbox.send(micro_index, values)
+        return outbox
 
-    def _operations_of(self, step: MetaStep) -> list[Operation]:
-        """What a send or receive puts on the wires: nothing for a receive that is posted already, or at its use."""
-        key = (TRAFFIC_OF[step.meta_type], step.stage_index)
-        if step.meta_type in SEND_TYPES:
-            values = self.outgoing.pop((*key, step.micro_index))
-            return self.outboxes[key].prepare(values, self._announces_all(key), f"stage {step.stage_index}")
-        inbox = self.inboxes[key]
-        if self.wires.defers_headers and not inbox.knows_next():
-            return []
-        return inbox.prepare(step.micro_index)
+    def _receive(self, step: MetaStep) -> None:
+        inbox = self.inboxes[TRAFFIC_OF[step.meta_type], step.stage_index]
+        if inbox.is_posted(step.micro_index):
+            return
+        if inbox.knows_next() and self.wires.may_post_early:
+            self._may_post_ahead(inbox)
+        elif inbox.knows_next() or not self.wires.defers_headers:
+            self._post_ahead()
+            inbox.post(step.micro_index)
 
-    def _announces_all(self, key: tuple[Traffic, int]) -> bool:
+    def _announces_all(self, traffic: Traffic, stage_index: int) -> bool:
         """Whether what a stage sends first tells the shapes of all that it will send in this pass."""
-        traffic, stage_index = key
         if traffic is Traffic.DATA or stage_index == 0 or not self.is_uniform:
             return self.is_uniform
         source = stage_index
@@ -161,13 +184,6 @@ class StepRun:
             source -= 1
         inbox = self.inboxes.get((Traffic.FORWARD, source + 1)) if source not in self.stages else None
         return inbox is None or inbox.is_uniform
-
-    def _book(self, step: MetaStep, works: list, operations: list[Operation]) -> None:
-        key = (TRAFFIC_OF[step.meta_type], step.stage_index)
-        if step.meta_type in SEND_TYPES:
-            self.outboxes[key].sent(step.micro_index, works, operations)
-        else:
-            self.inboxes[key].posted(step.micro_index, works)
 
     def _targets_of(self, micro_index: int) -> Any:
         """The loss's targets: received, if the schedule carries them, else from outside."""
@@ -180,12 +196,13 @@ class StepRun:
         return targets
 
     def _inputs_of(self, stage_index: int, micro_index: int, batch: StageInputs) -> tuple[Any, ...]:
+        if self.with_free_buffers:
+            self._post_ahead()
         if stage_index == 0:
             return batch.args
         inbox = self.inboxes.get((Traffic.FORWARD, stage_index))
         if inbox is None:
             return self.activations.pop((stage_index, micro_index))
-        self._post_ahead()
         buffers = inbox.take(micro_index)
         layouts = inbox.layouts_received(micro_index)
         return tuple(
@@ -194,12 +211,13 @@ class StepRun:
         )
 
     def _grads_of(self, stage_index: int, micro_index: int) -> Grads:
+        if self.with_free_buffers:
+            self._post_ahead()
         if stage_index == self.stages[stage_index].num_stages - 1:
             return (self.loss_grad,)
         inbox = self.inboxes.get((Traffic.BACKWARD, stage_index))
         if inbox is None:
             return self.output_grads.pop((stage_index, micro_index))
-        self._post_ahead()
         return tuple(inbox.take(micro_index))
 
     def _hand_back(self, stage_index: int, micro_index: int, grads: Grads) -> None:
@@ -208,37 +226,39 @@ class StepRun:
         if stage_index - 1 in self.stages:
             self.output_grads[stage_index - 1, micro_index] = grads
             return
-        layouts = self.inboxes[Traffic.FORWARD, stage_index].layouts_received(micro_index)
-        self.outgoing[Traffic.BACKWARD, stage_index, micro_index] = [
-            # The sender of an input that needs a gradient waits for one, even if this stage did not use the input.
-            torch.zeros(layout.shape, dtype=layout.dtype, device=self.wires.device)
-            if layout.requires_grad and grad is None
-            else grad
-            for layout, grad in zip(layouts, grads, strict=True)
-        ]
+        if any(grad is None for grad in grads):
+            layouts = self.inboxes[Traffic.FORWARD, stage_index].layouts_received(micro_index)
+            grads = tuple(
+                # The sender of an input that needs a gradient waits for one, even if this stage did not use the input.
+                torch.zeros(layout.shape, dtype=layout.dtype, device=self.wires.device)
+                if layout.requires_grad and grad is None
+                else grad
+                for layout, grad in zip(layouts, grads, strict=True)
+            )
+        self.outgoing[Traffic.BACKWARD, stage_index, micro_index] = grads, None
 
     def _note_loss(self, outputs: tuple[Tensor, ...]) -> None:
         loss = outputs[0] if len(outputs) == 1 else None
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError("the last stage must return one scalar, the loss summed over its micro-batch")
-        self.losses.append(loss.detach().reshape(()))
+        self.losses.append(loss.detach() if loss.ndim == 0 else loss.detach().reshape(()))
 
-    def _release_both(self, stage_index: int, micro_index: int) -> None:
-        self._release(Traffic.FORWARD, stage_index, micro_index)
-        self._release(Traffic.BACKWARD, stage_index, micro_index)
-
-    def _release(self, traffic: Traffic, stage_index: int, micro_index: int) -> None:
-        inbox = self.inboxes.get((traffic, stage_index))
-        if inbox is not None:
-            inbox.release(micro_index)
-            self._may_post_ahead(inbox)
+    def _release(self, stage_index: int, micro_index: int, *traffics: Traffic) -> None:
+        for traffic in traffics:
+            inbox = self.inboxes.get((traffic, stage_index))
+            if inbox is not None:
+                inbox.release(micro_index)
+                self._may_post_ahead(inbox)
 
     def _may_post_ahead(self, inbox: Inbox) -> None:
         if self.wires.may_post_early and inbox not in self.with_free_buffers:
             self.with_free_buffers.append(inbox)
 
     def _post_ahead(self) -> None:
-        """Post receives into buffers that have become free: late enough that no send waits for it, before any wait."""
+        """Post the receives that are due, and those that may come early: after sends that are due, before all else.
+
+        Called before every forward and backward and every wait: the proof counts on receives posted in their order.
+        """
         for inbox in self.with_free_buffers:
             inbox.post_ahead()
         self.with_free_buffers.clear()
@@ -278,7 +298,8 @@ DEFAULT_HANDLERS: dict[MetaStepType, Handler] = {
     _T.BWD: lambda run, step: run.backward(step.stage_index, step.micro_index),
     _T.BWD_INPUT: lambda run, step: run.backward_input(step.stage_index, step.micro_index),
     _T.BWD_WEIGHT: lambda run, step: run.backward_weight(step.stage_index, step.micro_index),
-    **dict.fromkeys(TRAFFIC_OF, lambda run, step: run.transfer((step,))),
+    **dict.fromkeys(SEND_TYPES, lambda run, step: run.send(step)),
+    **dict.fromkeys(RECV_TYPES, lambda run, step: run.receive(step)),
     _T.DATA_LOAD: lambda run, step: run.load(step.micro_index),
     _T.BATCH_SEND_RECV: lambda run, step: run.transfer(step.sub_steps),
     _T.OVERLAP_F_B: _overlap,

@@ -10,7 +10,8 @@ messages by tag, one tag an edge; NCCL ignores tags and matches by order, which 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -36,9 +37,9 @@ class Traffic(Enum):
     __hash__ = object.__hash__  # members are singletons; Enum's own hash runs in Python, on every look-up
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Edge:
-    """One direction between two stages on different ranks. Ranks are pipeline ranks."""
+    """One direction between two stages on different ranks. Ranks are pipeline ranks. Compared by identity."""
 
     traffic: Traffic
     source_stage: int
@@ -50,12 +51,22 @@ class Edge:
         return f"stage {self.source_stage} -> stage {self.target_stage} ({self.traffic.name.lower()})"
 
 
-class Operation(NamedTuple):
-    """One send or receive about to be handed to the wires."""
+class _Batch:
+    """Transfers that start together: stands for the Work of each of them, before it has been started too."""
 
-    is_send: bool
-    tensor: Tensor
-    edge: Edge
+    def __init__(self) -> None:
+        self.collected: list[tuple[Tensor, Edge]] = []
+        self.work: dist.Work | None = None
+
+    def wait(self) -> None:
+        self.work.wait()
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+
+Transfer = dist.Work | _Batch
+"""A send or receive under way."""
 
 
 def edges_of(schedule: Schedule) -> tuple[Edge, ...]:
@@ -79,13 +90,28 @@ class _Group:
     rank_of: dict[int, int]
 
 
+class _Line(NamedTuple):
+    """This rank's end of an edge: its group's send or receive, and what that is called with besides the tensor."""
+
+    start: Callable[[list[Tensor], int, int], dist.Work]
+    peer: int
+    tag: int
+
+
 class Wires:
     """Process groups of one pipeline and the raw operations on them.
 
     transport: plain, batch, multi_stream or boundary.
+    edges: those of the whole pipeline, in the order that all ranks agree on.
     global_ranks: the process of each pipeline rank.
     store: where the ranks of this pipeline, and nobody else, find each other.
     Every pipeline rank must make its Wires at the same time: groups are made and warmed up here.
+
+    may_post_early: whether a receive may be posted ahead of its place in the schedule. Not on a GPU: there it is a
+        kernel that waits on the device, and with one hardware queue for all streams what is launched behind it would
+        wait as well. The proven order is the order that can't deadlock.
+    defers_headers: whether a receive step must not wait, not even for a header, but leaves that to its consumer.
+    groups_batches: whether neighbouring transfers are handed over in one group call; gloo has none and needs none.
     """
 
     def __init__(
@@ -100,58 +126,58 @@ class Wires:
     ) -> None:
         self.global_ranks = tuple(global_ranks)
         self.device = device
-        self.is_host = device.type == "cpu"
+        self.is_host = self.may_post_early = device.type == "cpu"
+        self.defers_headers = transport == "multi_stream"
+        self.groups_batches = transport in ("batch", "boundary") and not self.is_host
         self._transport, self._pp_rank = transport, pp_rank
         self._timeout = timedelta(seconds=timeout_s)
         self.waiting: tuple[Edge, int] | None = None  # read by another thread, to say where a rank stands
         self.waited_s = 0.0  # in all waits so far
         self._arrivals: list[tuple[Edge, int, torch.cuda.Event]] = []
         own = [edge for edge in edges if pp_rank in (edge.source_rank, edge.target_rank)]
-        self._tags = {edge: 1 + number for number, edge in enumerate(edges)}
+        tags = {edge: 1 + number for number, edge in enumerate(edges)}
         self._groups: dict[Edge, _Group] = {}
-        self._header_groups: dict[Edge, _Group] = {}
+        self._batch: _Batch | None = None
+        self._lines: dict[Edge, _Line] = {}
+        self._header_lines: dict[Edge, _Line] = {}
         if own:
-            self._make_groups(own, store)
+            header_groups = self._make_groups(own, store, tags)
+            self._lines = {edge: self._line(edge, self._groups[edge], tags[edge]) for edge in own}
+            self._header_lines = {edge: self._line(edge, header_groups[edge], tags[edge] + len(tags)) for edge in own}
             self._warm_up(own)
 
-    @property
-    def may_post_early(self) -> bool:
-        """Whether a receive may be posted ahead of its place in the schedule.
+    def start(self, tensor: Tensor, edge: Edge) -> Transfer:
+        """Start to send a tensor, if the edge begins on this rank, or to receive into it; within `together`, later."""
+        if self._batch is not None:
+            self._batch.collected.append((tensor, edge))
+            return self._batch
+        return self._start(tensor, edge, self._lines[edge])
 
-        Not on a GPU: there it is a kernel that waits on the device, and with one hardware queue for all streams what
-        is launched behind it would wait as well. The proven order is the order that can't deadlock.
-        """
-        return self.is_host
-
-    @property
-    def defers_headers(self) -> bool:
-        """Whether a receive step must not wait, not even for a header, but leaves that to the step that consumes."""
-        return self._transport == "multi_stream"
-
-    @property
-    def groups_batches(self) -> bool:
-        """Whether neighbouring transfers are handed over in one group call; gloo has none and needs none."""
-        return self._transport in ("batch", "boundary") and not self.is_host
-
-    def submit(self, operations: Sequence[Operation]) -> list[dist.Work]:
-        """Start the operations, in one group call if the transport batches; return the Works that end with them."""
-        if not self.groups_batches or not operations:
-            return [self._start(op.is_send, op.tensor, op.edge, self._groups[op.edge]) for op in operations]
-        group = self._groups[operations[0].edge]
-        group.backend._start_coalescing()
-        for op in operations:
-            self._start(op.is_send, op.tensor, op.edge, group)
-        return [group.backend._end_coalescing()]
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Start all transfers of the block when it ends, in one group call."""
+        batch = self._batch = _Batch()
+        try:
+            yield
+        finally:
+            self._batch = None
+        if batch.collected:
+            backend = self._groups[batch.collected[0][1]].backend
+            backend._start_coalescing()
+            for tensor, edge in batch.collected:
+                self._start(tensor, edge, self._lines[edge])
+            batch.work = backend._end_coalescing()
+            batch.collected.clear()
 
     def send_header(self, header: Tensor, edge: Edge) -> dist.Work:
         """Start sending a header, from host memory over gloo whatever the device."""
-        return self._start(True, header, edge, self._header_groups[edge], offset=len(self._tags))
+        return self._start(header, edge, self._header_lines[edge])
 
     def receive_header(self, header: Tensor, edge: Edge) -> dist.Work:
         """Start receiving a header."""
-        return self._start(False, header, edge, self._header_groups[edge], offset=len(self._tags))
+        return self._start(header, edge, self._header_lines[edge])
 
-    def wait_for(self, works: Sequence[dist.Work], edge: Edge, micro_index: int) -> None:
+    def wait_for(self, works: Sequence[Transfer], edge: Edge, micro_index: int) -> None:
         """Wait until transfers have ended; on a GPU, make the current stream wait.
 
         Raises RuntimeError if the peer is gone or, on the host, nothing came within the timeout; `waiting` then says
@@ -197,27 +223,28 @@ class Wires:
         if not self.is_host:
             for group in dict.fromkeys(self._groups.values()):
                 group.backend.shutdown()
-        self._groups = {}
-        self._header_groups = {}
+        self._groups, self._lines, self._header_lines = {}, {}, {}
         self._arrivals.clear()
 
-    def _start(self, is_send: bool, tensor: Tensor, edge: Edge, group: _Group, offset: int = 0) -> dist.Work:
-        start = group.backend.send if is_send else group.backend.recv
+    def _start(self, tensor: Tensor, edge: Edge, line: _Line) -> dist.Work:
         try:
-            return start([_as_carried(tensor)], group.rank_of[self._peer(edge)], self._tags[edge] + offset)
+            return line.start([_as_carried(tensor)], line.peer, line.tag)
         except RuntimeError:
             self.waiting = (edge, NOT_STARTED)  # the peer's end is gone: an echo, as a failed wait would be
             raise
 
-    def _peer(self, edge: Edge) -> int:
-        return edge.target_rank if edge.source_rank == self._pp_rank else edge.source_rank
+    def _line(self, edge: Edge, group: _Group, tag: int) -> _Line:
+        if edge.source_rank == self._pp_rank:
+            return _Line(group.backend.send, group.rank_of[edge.target_rank], tag)
+        return _Line(group.backend.recv, group.rank_of[edge.source_rank], tag)
 
-    def _make_groups(self, own: Sequence[Edge], store: dist.Store) -> None:
+    def _make_groups(self, own: Sequence[Edge], store: dist.Store, tags: dict[Edge, int]) -> dict[Edge, _Group]:
+        """Make the groups that carry tensors; return those that carry headers."""
         everyone = tuple(range(len(self.global_ranks)))
         if self._transport == "multi_stream":
             for edge in own:
                 ends = (edge.source_rank, edge.target_rank)
-                self._groups[edge] = self._make_group(store, f"edge_{self._tags[edge]}", ends)
+                self._groups[edge] = self._make_group(store, f"edge_{tags[edge]}", ends)
         elif self.is_host:
             # One for each direction: a connection of gloo is one lock between its thread, which takes in what comes,
             # and the caller, who sends; and a thread that is put aside while holding it stops its caller for as long.
@@ -225,9 +252,9 @@ class Wires:
             self._groups = {edge: directions[edge.source_rank < edge.target_rank] for edge in own}
         else:
             self._groups = dict.fromkeys(own, self._make_group(store, "edges", everyone))
-        self._header_groups = (
-            self._groups if self.is_host else dict.fromkeys(own, self._make_group(store, "headers", everyone, True))
-        )
+        if self.is_host:
+            return self._groups
+        return dict.fromkeys(own, self._make_group(store, "headers", everyone, on_host=True))
 
     def _make_group(self, store: dist.Store, name: str, pp_ranks: tuple[int, ...], on_host: bool = False) -> _Group:
         # Not new_group(): all processes of the job would have to make every pipeline's groups, or, synchronising
@@ -245,17 +272,17 @@ class Wires:
     def _warm_up(self, own: Sequence[Edge]) -> None:
         """Open every connection now: edge after edge in one order, so that no two ranks wait for each other."""
         for edge in own:
-            is_send = edge.source_rank == self._pp_rank
-            self._start(is_send, torch.zeros(1, device=self.device), edge, self._groups[edge]).wait()
-            (self.send_header if is_send else self.receive_header)(torch.zeros(1), edge).wait()
+            self._start(torch.zeros(1, device=self.device), edge, self._lines[edge]).wait()
+            self._start(torch.zeros(1), edge, self._header_lines[edge]).wait()
         if not self.is_host:
             torch.cuda.synchronize(self.device)
 
 
 def _as_carried(tensor: Tensor) -> Tensor:
-    """The tensor as bytes where backends have no such type."""
-    if tensor.dtype in (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2):
+    """The tensor as one of a type that backends have."""
+    if tensor.dtype in _CARRIED_AS_BYTES:
         return tensor.view(torch.uint8)
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    return tensor
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+_CARRIED_AS_BYTES = frozenset({torch.bool, torch.float8_e4m3fn, torch.float8_e5m2})

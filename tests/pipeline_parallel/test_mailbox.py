@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hp_train.pipeline_parallel.header import HEADER_LENGTH, TensorLayout, decode, encode, layouts_of
 from hp_train.pipeline_parallel.mailbox import BufferPool, Inbox, Outbox
-from hp_train.pipeline_parallel.transport import Edge, Operation, Traffic
+from hp_train.pipeline_parallel.transport import Edge, Traffic
 
 CPU = torch.device("cpu")
 
@@ -66,27 +66,20 @@ def test_buffers_of_other_shapes_are_dropped() -> None:
 
 
 class Channel:
-    """Both ends' wires of one edge, in one process: messages by kind in order; sizes must agree, as with gloo."""
-
-    is_host = True
-    global_ranks = (0, 1)
+    """Messages of one edge in one process, by kind in order; sizes must agree, as with gloo."""
 
     def __init__(self) -> None:
         self.sent: dict[str, deque[Tensor]] = {"header": deque(), "tensor": deque()}
         self.log: list[str] = []
 
-    def submit(self, operations: list[Operation]) -> list[SimpleNamespace]:
-        return [self._start("tensor", op.is_send, op.tensor) for op in operations]
-
-    def send_header(self, header: Tensor, edge: Edge) -> SimpleNamespace:
-        return self._start("header", True, header)
-
-    def receive_header(self, header: Tensor, edge: Edge) -> SimpleNamespace:
-        return self._start("header", False, header)
-
-    def wait_for(self, works: list[SimpleNamespace], edge: Edge, micro_index: int) -> None:
-        for work in works:
-            work.wait()
+    def end(self, is_send: bool) -> SimpleNamespace:
+        """What stands for the wires of the rank at this end."""
+        return SimpleNamespace(
+            is_host=True, global_ranks=(0, 1), start=lambda tensor, _: self._start("tensor", is_send, tensor),
+            send_header=lambda header, _: self._start("header", True, header),
+            receive_header=lambda header, _: self._start("header", False, header),
+            wait_for=lambda transfers, *_: [each.wait() for each in transfers],
+        )  # fmt: skip
 
     def _start(self, kind: str, is_send: bool, tensor: Tensor) -> SimpleNamespace:
         self.log.append(f"{'send' if is_send else 'receive'} {kind}")
@@ -104,6 +97,13 @@ class Channel:
         return SimpleNamespace(wait=wait)
 
 
+def send(outbox: Outbox, micro_index: int, values: tuple[Tensor, ...], uniform: bool) -> None:
+    layouts = layouts_of(values, "stage 0")
+    if layouts != outbox.uniform_layouts:
+        outbox.announce(layouts, uniform, "stage 0")
+    outbox.send(micro_index, values)
+
+
 PASSES = {  # per pass, the outputs' rows by micro-batch; one header serves all if they agree
     "same": [[3, 3, 3]] * 3,
     "others in the next pass": [[3, 3], [5, 5], [5, 5], [2, 2]],
@@ -115,8 +115,8 @@ PASSES = {  # per pass, the outputs' rows by micro-batch; one header serves all 
 @pytest.mark.parametrize("case", PASSES)
 def test_the_first_receive_is_posted_before_its_header_and_any_shapes_arrive(case: str) -> None:
     edge, channel = Edge(Traffic.FORWARD, 0, 1, 0, 1), Channel()
-    outbox = Outbox(edge, channel, limits_open_sends=True)
-    inbox = Inbox(edge, channel, CPU, most_in_use=2)
+    outbox = Outbox(edge, channel.end(is_send=True), limits_open_sends=True)
+    inbox = Inbox(edge, channel.end(is_send=False), CPU, most_in_use=2)
     was_uniform = False
     for rows in PASSES[case]:
         channel.log.clear()
@@ -126,8 +126,7 @@ def test_the_first_receive_is_posted_before_its_header_and_any_shapes_arrive(cas
         uniform = was_uniform = len(set(rows)) == 1
         for micro_index, count in enumerate(rows):
             values = (torch.randn(count, 2), torch.full((count,), micro_index))
-            operations = outbox.prepare(values, uniform, "stage 0")
-            outbox.sent(micro_index, channel.submit(operations), operations)
+            send(outbox, micro_index, values, uniform)
             arrived = inbox.take(micro_index)
             assert all(torch.equal(*pair) for pair in zip(arrived, values, strict=True))
             assert [info.buffer.shape for info in inbox.infos] == [value.shape for value in values]
@@ -139,14 +138,13 @@ def test_the_first_receive_is_posted_before_its_header_and_any_shapes_arrive(cas
 
 @pytest.mark.parametrize(("limits", "num_alive"), [(True, 1), (False, 3)])
 def test_what_was_sent_is_freed_when_the_next_transfer_ends(limits: bool, num_alive: int) -> None:
-    outbox = Outbox(Edge(Traffic.FORWARD, 0, 1, 0, 1), Channel(), limits_open_sends=limits)
+    outbox = Outbox(Edge(Traffic.FORWARD, 0, 1, 0, 1), Channel().end(is_send=True), limits_open_sends=limits)
     outbox.begin_step()
     alive = []
     for micro_index in range(3):
-        operations = outbox.prepare((torch.zeros(2),), True, "stage 0")
-        alive.append(weakref.ref(operations[-1].tensor))
-        outbox.sent(micro_index, [SimpleNamespace(wait=lambda: None)], operations)
-        del operations
+        values = (torch.zeros(2),)
+        send(outbox, micro_index, values, True)
+        alive.append(weakref.ref(outbox._open[-1][-1][0]))
         outbox.let_go()
     assert sum(each() is not None for each in alive) == num_alive
     outbox.finish()
@@ -155,7 +153,7 @@ def test_what_was_sent_is_freed_when_the_next_transfer_ends(limits: bool, num_al
 
 def test_receives_run_ahead_as_far_as_buffers_are_proven() -> None:
     edge, channel = Edge(Traffic.BACKWARD, 1, 0, 1, 0), Channel()
-    inbox = Inbox(edge, channel, CPU, most_in_use=3)
+    inbox = Inbox(edge, channel.end(is_send=False), CPU, most_in_use=3)
     inbox.begin_step(range(6))
     for micro_index in range(6):
         inbox.expect(micro_index, (TensorLayout((2,), torch.float32, True), TensorLayout((2,), torch.bool, False)))
