@@ -215,7 +215,7 @@ class Inbox:
     def post(self, micro_index: int) -> None:
         """Start to receive this micro-batch, the next in the queue. Waits for its header."""
         assert self._queue and self._queue[0] == micro_index, f"{self.edge}: micro-batch {micro_index} is out of turn"
-        layouts = self._layouts_of(micro_index)
+        layouts = self.layouts_of(micro_index)
         self._queue.popleft()
         is_backward = self.edge.traffic is Traffic.BACKWARD
         buffers = [self.pool.take(each) if each.requires_grad or not is_backward else None for each in layouts]
@@ -239,9 +239,15 @@ class Inbox:
         del self._posted[micro_index]
         return buffers
 
-    def layouts_received(self, micro_index: int) -> tuple[TensorLayout, ...]:
-        """Layouts of a micro-batch that has been posted."""
-        return self._layouts_of(micro_index)
+    def layouts_of(self, micro_index: int) -> tuple[TensorLayout, ...]:
+        """The layouts of a micro-batch that has been posted or is the next; may wait for its header."""
+        if self._trusting is not None:
+            self._read_header(self._trusting)
+        if self._uniform_layouts is not None:
+            return self._uniform_layouts
+        if micro_index not in self._layouts:
+            self._read_header(micro_index)
+        return self._layouts[micro_index]
 
     def release(self, micro_index: int) -> None:
         """Give the micro-batch's buffers back; `post_ahead` may use them."""
@@ -281,15 +287,6 @@ class Inbox:
         if self.edge.traffic is not Traffic.BACKWARD:
             header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
             self._header = (header, self._wires.receive_header(header, self.edge))
-
-    def _layouts_of(self, micro_index: int) -> tuple[TensorLayout, ...]:
-        if self._trusting is not None:
-            self._read_header(self._trusting)
-        if self._uniform_layouts is not None:
-            return self._uniform_layouts
-        if micro_index not in self._layouts:
-            self._read_header(micro_index)
-        return self._layouts[micro_index]
 
     def _read_header(self, micro_index: int) -> None:
         """Wait for the header that announces this micro-batch, the next one due, and act on it."""

@@ -204,7 +204,7 @@ class StepRun:
         if inbox is None:
             return self.activations.pop((stage_index, micro_index))
         buffers = inbox.take(micro_index)
-        layouts = inbox.layouts_received(micro_index)
+        layouts = inbox.layouts_of(micro_index)
         return tuple(
             buffer.detach().requires_grad_(layout.requires_grad)
             for buffer, layout in zip(buffers, layouts, strict=True)
@@ -227,7 +227,7 @@ class StepRun:
             self.output_grads[stage_index - 1, micro_index] = grads
             return
         if any(grad is None for grad in grads):
-            layouts = self.inboxes[Traffic.FORWARD, stage_index].layouts_received(micro_index)
+            layouts = self.inboxes[Traffic.FORWARD, stage_index].layouts_of(micro_index)
             grads = tuple(
                 # The sender of an input that needs a gradient waits for one, even if this stage did not use the input.
                 torch.zeros(layout.shape, dtype=layout.dtype, device=self.wires.device)
@@ -298,8 +298,8 @@ DEFAULT_HANDLERS: dict[MetaStepType, Handler] = {
     _T.BWD: lambda run, step: run.backward(step.stage_index, step.micro_index),
     _T.BWD_INPUT: lambda run, step: run.backward_input(step.stage_index, step.micro_index),
     _T.BWD_WEIGHT: lambda run, step: run.backward_weight(step.stage_index, step.micro_index),
-    **dict.fromkeys(SEND_TYPES, lambda run, step: run.send(step)),
-    **dict.fromkeys(RECV_TYPES, lambda run, step: run.receive(step)),
+    **dict.fromkeys(SEND_TYPES, StepRun.send),
+    **dict.fromkeys(RECV_TYPES, StepRun.receive),
     _T.DATA_LOAD: lambda run, step: run.load(step.micro_index),
     _T.BATCH_SEND_RECV: lambda run, step: run.transfer(step.sub_steps),
     _T.OVERLAP_F_B: _overlap,

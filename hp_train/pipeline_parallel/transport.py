@@ -148,10 +148,10 @@ class Wires:
 
     def start(self, tensor: Tensor, edge: Edge) -> Transfer:
         """Start to send a tensor, if the edge begins on this rank, or to receive into it; within `together`, later."""
-        if self._batch is not None:
-            self._batch.collected.append((tensor, edge))
-            return self._batch
-        return self._start(tensor, edge, self._lines[edge])
+        if self._batch is None:
+            return self._start(tensor, edge, self._lines[edge])
+        self._batch.collected.append((tensor, edge))
+        return self._batch
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -227,8 +227,9 @@ class Wires:
         self._arrivals.clear()
 
     def _start(self, tensor: Tensor, edge: Edge, line: _Line) -> dist.Work:
+        carried = tensor if tensor.dtype in _CARRIED_AS_THEY_ARE else _as_carried(tensor)
         try:
-            return line.start([_as_carried(tensor)], line.peer, line.tag)
+            return line.start([carried], line.peer, line.tag)
         except RuntimeError:
             self.waiting = (edge, NOT_STARTED)  # the peer's end is gone: an echo, as a failed wait would be
             raise
@@ -279,10 +280,11 @@ class Wires:
 
 
 def _as_carried(tensor: Tensor) -> Tensor:
-    """The tensor as one of a type that backends have."""
+    """The tensor as one of a type that every backend has."""
     if tensor.dtype in _CARRIED_AS_BYTES:
         return tensor.view(torch.uint8)
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+_CARRIED_AS_THEY_ARE = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64})  # nearly all that cross
 _CARRIED_AS_BYTES = frozenset({torch.bool, torch.float8_e4m3fn, torch.float8_e5m2})
