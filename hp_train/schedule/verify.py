@@ -227,7 +227,7 @@ def _count_buffers(schedule: Schedule, rows: list[list[Event]]) -> tuple[tuple[i
         for event in row:
             if event.step.meta_type in (_T.FWD_RECV, _T.BWD_RECV):
                 pools.setdefault((event.step.meta_type, event.step.stage_index), _Pool()).num_to_use += 1
-        needed = peak = 0
+        needed = peak = sum(pool.needed for pool in pools.values())
         for event in row:
             kind, stage, micro = event.step.meta_type, event.step.stage_index, event.step.micro_index
             for receive, change in _BUFFER_CHANGES.get(kind, ()):

@@ -237,6 +237,7 @@ def test_1f1b_needs_as_many_receive_buffers_as_micro_batches_in_flight(transport
     for stage, buffers in enumerate(proof.stage_buffers):
         assert buffers.fwd <= (pp_size - stage + 1 if stage else 0)
         assert buffers.bwd <= (2 if stage < pp_size - 1 else 0)
+        assert max(buffers.fwd, buffers.bwd) <= proof.recv_buffers[stage] <= buffers.fwd + buffers.bwd
     assert proof.peak_activations == (4, 3, 2, 1)
 
 
