@@ -122,7 +122,7 @@ class Outbox:
         tensors, transfers = [], []
         for value in values:
             if value is not None:
-                tensors.append(value.detach().contiguous())
+                tensors.append((value.detach() if value.requires_grad else value).contiguous())
                 transfers.append(self._wires.start(tensors[-1], self.edge))
         self._open.append((micro_index, transfers, tensors))
 

@@ -142,7 +142,8 @@ class ModuleStage:
             # model's scale: these are gradient edges, with gradients made for them.
             _engine_run_backward(roots, root_grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
         self._units.after_backward()
-        self._swap.forget(micro_index)
+        if micro_index in self._swapped:
+            self._swap.forget(micro_index)
         grads = [each.grad for each in flight.inputs]
         for each in flight.inputs:
             each.grad = None
