@@ -124,6 +124,8 @@ class ModuleStage:
             outputs = self.loss_fn(self.module(*inputs, **kwargs), targets)
         else:
             outputs = self.module(*inputs, **kwargs, targets=targets)
+        if self.is_last and isinstance(outputs, Tensor) and outputs.ndim > 0 and outputs.numel() == 1:
+            outputs = outputs.reshape(())  # a loss of shape [1], as whole modules may return it
         return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
     def _keep(self, micro_index: int, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> None:
