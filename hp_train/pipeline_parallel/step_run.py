@@ -89,18 +89,17 @@ class StepRun:
 
     def backward(self, stage_index: int, micro_index: int) -> None:
         """Run a stage's whole backward and hand the gradients of its inputs on."""
-        grads = self._grads_of(stage_index, micro_index)
-        self._hand_back(stage_index, micro_index, self.stages[stage_index].backward(micro_index, grads))
-        del grads
+        arrived = self._grads_of(stage_index, micro_index)
+        self._hand_back(stage_index, micro_index, self.stages[stage_index].backward(micro_index, arrived), arrived)
+        del arrived
         self._release(stage_index, micro_index, Traffic.FORWARD, Traffic.BACKWARD)
 
     def backward_input(self, stage_index: int, micro_index: int) -> None:
         """Run the half of a stage's backward that the previous stage waits for."""
         arrived = self._grads_of(stage_index, micro_index)
-        grads = self.stages[stage_index].backward_input(micro_index, arrived)
-        # A gradient may pass through untouched; as a view of its own it keeps the received buffer from being reused.
-        grads = tuple(g.detach() if any(g is each for each in arrived) and g is not None else g for g in grads)
-        self._hand_back(stage_index, micro_index, grads)
+        self._hand_back(
+            stage_index, micro_index, self.stages[stage_index].backward_input(micro_index, arrived), arrived
+        )
 
     def backward_weight(self, stage_index: int, micro_index: int) -> None:
         """Run the other half."""
@@ -220,9 +219,11 @@ class StepRun:
             return self.output_grads.pop((stage_index, micro_index))
         return tuple(inbox.take(micro_index))
 
-    def _hand_back(self, stage_index: int, micro_index: int, grads: Grads) -> None:
+    def _hand_back(self, stage_index: int, micro_index: int, grads: Grads, arrived: Grads) -> None:
         if stage_index == 0:
             return
+        # A gradient may pass through untouched; as a view of its own it keeps the received buffer from being reused.
+        grads = tuple([g.detach() if g is not None and any(g is each for each in arrived) else g for g in grads])
         if stage_index - 1 in self.stages:
             self.output_grads[stage_index - 1, micro_index] = grads
             return
