@@ -35,7 +35,7 @@ def rows(run_dir: Path) -> list[dict]:
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of 12 steps that nothing disturbs, started in another folder whose name has a space."""
     folder = tmp_path_factory.mktemp("a folder")
-    words = ("trainer.run_dir=straight", "trainer.max_steps=12", "metrics.profile_steps=[2]")
+    words = ("trainer.run_dir=straight", "trainer.max_steps=12", "metrics.profile_steps=[2]", "pp.p2p_transport=auto")
     done = command(*SMALL, *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "straight", done.stdout + done.stderr
@@ -45,6 +45,7 @@ def test_a_run_prints_what_it_does(straight: tuple[Path, str]) -> None:
     run_dir, printed = straight
     lines = [line for line in printed.splitlines() if "warning" not in line]
     assert lines[0] == "batch 16 sequences = 2 data-parallel x 4 micro-batch x 2 micro-batches; 256 tokens a step"
+    assert "pp.p2p_transport=auto: multi_stream" in lines
     assert sum(line.startswith("step ") for line in lines) == 12
     assert any(line.startswith("step 8/12 loss ") and " val " in line and " eta " in line for line in lines)
     assert f"hp-train resume {run_dir.name}" in printed or "hp-train resume" in printed

@@ -114,11 +114,16 @@ def run_attempts(spec: LaunchSpec, ownership: Ownership) -> int:
     run_dir, config, trainer = spec.run_dir, spec.config, spec.config.trainer
     batch = BatchPlan(trainer.global_batch_size, spec.plan.sizes.dp_size, trainer.micro_batch_size, trainer.seq_len)
     write_json(run_dir / "pass_config.json", dataclasses.asdict(build_pass_config_from_trainer_config(config)))
-    write_json(run_dir / PLAN_FILE, describe_plan(config, spec.plan, batch))
+    described = describe_plan(config, spec.plan, batch)
+    write_json(run_dir / PLAN_FILE, described)
     checkpoints = run_dir / "checkpoints"
     changes = [f"changed: {change}" for change in checkpoint_changes(checkpoints, config)]
     disk = disk_need(config, checkpoints).describe(free_bytes(run_dir))
-    _say(batch.describe(), *spec.plan.lines, *_origins(config, checkpoints), disk, f"run directory {run_dir}", *changes)
+    chosen = []
+    if described["pipeline"] is not None and config.pp.p2p_transport == "auto":
+        chosen = [f"pp.p2p_transport=auto: {described['pipeline']['transport']}"]
+    origins = _origins(config, checkpoints)
+    _say(batch.describe(), *spec.plan.lines, *chosen, *origins, disk, f"run directory {run_dir}", *changes)
     is_inline = config.launcher.name == "inline"
     if is_inline:  # torch is loaded here, when nothing is left to refuse
         from hp_train.launch.inline import launch_inline as launch

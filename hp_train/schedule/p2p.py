@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from hp_train.errors import ScheduleError
-from hp_train.schedule.simulate import UNIT_COSTS, Number, Span, simulate, simulate_split
+from hp_train.schedule.simulate import UNIT_COSTS, Number, Span, result_of, simulate, simulate_split
 from hp_train.schedule.steps import (
     BACKWARD_TYPES,
     DATA_TYPES,
@@ -53,8 +53,25 @@ def add_p2p(schedule: Schedule) -> Schedule:
     """
     if schedule.has_any(_STAGE_P2P):
         raise ScheduleError(f"{schedule.name}: has sends and receives already")
+    _refuse_repeats(schedule)
     axis = _Axis(schedule, split_overlaps=False)
     return axis.insert(axis.stage_transfers)
+
+
+def _refuse_repeats(schedule: Schedule) -> None:
+    """Raise ScheduleError if something is computed twice: it would be sent twice as well."""
+    made: dict[object, str] = {}
+    for rank, order in enumerate(schedule.orders):
+        for position, step in enumerate(order):
+            for part in step.computes:
+                results = [result_of(part)]
+                if part.meta_type in (_T.BWD, _T.BWD_WEIGHT):
+                    results.append(("weights", part.stage_index, part.micro_index))
+                for result in results:
+                    here = f"rank {rank} step {position} {step}"
+                    if result is not None and result in made:
+                        raise ScheduleError(f"{schedule.name}: {here} computes what {made[result]} has computed")
+                    made[result] = here
 
 
 def add_data_steps(schedule: Schedule) -> Schedule:

@@ -113,6 +113,10 @@ def derive_stages_per_rank(name: str) -> int:
     return SCHEDULES[name].stages_per_rank if added is None else added.stages_per_rank
 
 
+MAX_STEPS = 10_000_000
+"""Compute steps of a schedule beyond which building it would take minutes and gigabytes."""
+
+
 def check_sizes(name: str, pp_size: int, num_microbatches: int, stages_per_rank: int) -> list[str]:
     """What is wrong with these sizes for a built-in schedule, one message a fault; empty when it can be built."""
     name = normalize_schedule_name(name)
@@ -125,6 +129,12 @@ def check_sizes(name: str, pp_size: int, num_microbatches: int, stages_per_rank:
     ]
     if faults:
         return faults
+    num_steps = 3 * pp_size * stages_per_rank * num_microbatches  # forward and both halves of backward, at most
+    if num_steps > MAX_STEPS:
+        return [
+            f"pp_size={pp_size} x stages_per_rank={stages_per_rank} x num_microbatches={num_microbatches} make up to "
+            f"{num_steps:,} steps; a schedule is built and proven up to {MAX_STEPS:,}"
+        ]
     if info.fixed_stages and stages_per_rank != info.stages_per_rank:
         others = [other for other, their in SCHEDULES.items() if not their.fixed_stages]
         faults.append(

@@ -164,7 +164,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Run `schedule` on paper.
 
     An OVERLAP step starts when both parts can, lasts as long as both, and hands on both results at its end.
-    Raises ScheduleError if the orders can't run to their end, naming the step that never gets its input.
+    Raises ScheduleError if the orders can't run to their end, naming the input that no step makes, or the steps that
+        wait for each other.
     """
     return _Simulation(schedule, costs, split_overlaps=False).run()
 
@@ -214,11 +215,9 @@ class _Simulation:
         runnable = list(range(self.schedule.pp_size))[::-1]
         while runnable:
             self._advance(runnable.pop(), runnable)
-        for rank, order in enumerate(self.schedule.orders):
-            position = len(self.spans[rank])
-            if position < len(order):
-                stuck = f"rank {rank} step {position} {order[position]}"
-                raise ScheduleError(f"{self.schedule.name}: can't run: {stuck} never gets its input")
+        stuck = [rank for rank, order in enumerate(self.schedule.orders) if len(self.spans[rank]) < len(order)]
+        if stuck:
+            raise ScheduleError(f"{self.schedule.name}: {self._why_stuck(stuck)}")
         return Timeline._of_rows(self.spans, self.schedule.name)
 
     def _advance(self, rank: int, runnable: list[int]) -> None:
@@ -245,6 +244,44 @@ class _Simulation:
             self.clock[rank] = end
             for part, part_end in zip(parts, ends, strict=True):
                 self._publish(part, part_end if self.split_overlaps else end, runnable)
+
+    def _why_stuck(self, stuck: list[int]) -> str:
+        """The input that no step makes, if there is one; else the cycle of ranks that wait for each other."""
+        made_by = {
+            result_of(part): (rank, position)
+            for rank, order in enumerate(self.schedule.orders)
+            for position, step in enumerate(order)
+            for part in step.computes
+        }
+        orders = self.schedule.orders
+
+        def at(rank: int, position: int) -> str:
+            return f"rank {rank} step {position} {orders[rank][position]}"
+
+        waits_for: dict[int, tuple[int, int]] = {}
+        for rank in stuck:
+            position = len(self.spans[rank])
+            needed = [
+                value for part in orders[rank][position].computes for value in inputs_of(part, self.schedule.num_stages)
+            ]
+            missing = next(value for value in needed if value not in self.made_at)
+            if missing not in made_by:
+                is_gradient, stage, micro = missing
+                kind = "backward" if is_gradient else "forward"
+                return (
+                    f"{at(rank, position)} needs the {kind} of stage {stage}, micro-batch {micro}, which no rank runs"
+                )
+            waits_for[rank] = made_by[missing]
+        rank, path = stuck[0], []
+        while rank not in path:
+            path.append(rank)
+            rank = waits_for[rank][0]
+        text = "deadlock: " + at(rank, len(self.spans[rank]))
+        for waiting in path[path.index(rank) :]:
+            blocker, position = waits_for[waiting]
+            ahead = at(blocker, len(self.spans[blocker]))
+            text += f" waits for {at(blocker, position)}, which stands behind {ahead}, which"
+        return text.removesuffix(", which")
 
     def _publish(self, part: MetaStep, end: Number, runnable: list[int]) -> None:
         value = result_of(part)

@@ -100,6 +100,9 @@ def _shape_fault(schedule: Schedule) -> str | None:
     for stage, rank in enumerate(schedule.rank_of_stage):
         if not 0 <= rank < schedule.pp_size:
             return f"stage {stage} is placed on rank {rank}; there are {schedule.pp_size} ranks"
+    idle = sorted(set(range(schedule.pp_size)) - set(schedule.rank_of_stage))
+    if idle:
+        return f"rank {idle[0]} holds no stage; every rank needs one"
     for rank, order in enumerate(schedule.orders):
         for position, step in enumerate(order):
             if not isinstance(step, MetaStep):

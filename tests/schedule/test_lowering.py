@@ -233,7 +233,27 @@ def test_auto_takes_the_first_transport_that_is_supported_and_proven() -> None:
         (lambda: add_data_steps(add_data_steps(_built("1f1b"))), "already"),
         (lambda: add_swap(add_swap(_built("gpipe"), 2), 2), "already"),
         (lambda: pair_overlap_f_b(add_p2p(_built("1f1b"))), "before sends and receives"),
-        (lambda: add_p2p(parse_schedule("0B0,0F0", "x")), "rank 0 step 0 0B0 never gets its input"),
+        (
+            lambda: add_p2p(parse_schedule("0B0,0F0", "x")),
+            "x: deadlock: rank 0 step 0 0B0 waits for rank 0 step 1 0F0, which stands behind rank 0 step 0 0B0$",
+        ),
+        (
+            lambda: add_p2p(parse_schedule("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0", "x")),
+            "x: deadlock: rank 0 step 1 0B0 waits for rank 1 step 3 1B0, which stands behind rank 1 step 0 1F1, "
+            "which waits for rank 0 step 2 0F1, which stands behind rank 0 step 1 0B0$",
+        ),
+        (
+            lambda: add_p2p(parse_schedule("0F0,0B0,0F1,0B1\n1F0,1B0,1B1", "x")),
+            "x: rank 1 step 2 1B1 needs the forward of stage 1, micro-batch 1, which no rank runs",
+        ),
+        (
+            lambda: add_p2p(parse_schedule("0F0,0B0\n1F0,1B0,1I0,1W0", "x")),
+            "x: rank 1 step 2 1I0 computes what rank 1 step 1 1B0 has computed",
+        ),
+        (
+            lambda: _built("1f1b", 64, 10**6),
+            "make up to 192,000,000 steps; a schedule is built and proven up to 10,000",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(act, says: str) -> None:

@@ -210,6 +210,7 @@ def test_a_violation_names_rank_position_and_step(text: str, says: str) -> None:
     [
         Schedule(((),), 0, (), 1),
         Schedule(((),), 2, (0,), 1),
+        Schedule((build_schedule("gpipe", 1, 1).orders[0], ()), 1, (0,), 1),
         Schedule(((),), 1, (3,), 1),
         Schedule((("0F0",),), 1, (0,), 1),
         Schedule(((MetaStep(5, T.FWD, 7),),), 1, (0,), 1),
