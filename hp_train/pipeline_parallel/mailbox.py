@@ -173,6 +173,7 @@ class Inbox:
         self._uniform_layouts: tuple[TensorLayout, ...] | None = None
         self._header: tuple[Tensor, Transfer] | None = None
         self._latest: tuple[tuple[TensorLayout, ...], list[Tensor | None]] = (), []  # of the latest receive
+        self._num_due = 0  # receives at the head of the queue that the schedule has come to and that are not posted
         self._trusting: int | None = None  # the micro-batch posted on trust, until its header is read
 
     @property
@@ -191,6 +192,7 @@ class Inbox:
     def begin_step(self, micro_indices: Sequence[int]) -> None:
         """Expect these micro-batches, in this order."""
         self._queue = deque(micro_indices)
+        self._num_due = 0
         trusted, self._uniform_layouts = self._uniform_layouts, None
         self._layouts.clear()
         if self._queue:
@@ -217,22 +219,31 @@ class Inbox:
         assert self._queue and self._queue[0] == micro_index, f"{self.edge}: micro-batch {micro_index} is out of turn"
         layouts = self.layouts_of(micro_index)
         self._queue.popleft()
+        self._num_due = max(0, self._num_due - 1)
         is_backward = self.edge.traffic is Traffic.BACKWARD
         buffers = [self.pool.take(each) if each.requires_grad or not is_backward else None for each in layouts]
         self._latest = layouts, buffers
         self._posted[micro_index] = self._start(buffers), buffers
 
+    def mark_due(self) -> None:
+        """The schedule has come to the next receive that is not posted: `post_ahead` posts it, proven limit or not."""
+        self._num_due += 1
+
     def post_ahead(self) -> None:
-        """Post further receives while their layouts are known and buffers may be in use for them."""
-        while self._queue and len(self._posted) + len(self._held) < self._most_in_use and self.knows_next():
+        """Post receives whose layouts are known: those that are due, and further ones while the limit on use allows."""
+        while (
+            self._queue
+            and (self._num_due or len(self._posted) + len(self._held) < self._most_in_use)
+            and self.knows_next()
+        ):
             self.post(self._queue[0])
 
     def take(self, micro_index: int) -> list[Tensor | None]:
         """Wait for the micro-batch and return its buffers; they stay in use until `release`."""
         if micro_index == self._trusting:
             self._read_header(micro_index)
-        if micro_index not in self._posted:
-            self.post(micro_index)
+        while micro_index not in self._posted:  # others before it, if they are consumed in another order
+            self.post(self._queue[0])
         transfers, buffers = self._posted[micro_index]
         self._wires.wait_for(transfers, self.edge, micro_index)
         self._held[micro_index] = buffers

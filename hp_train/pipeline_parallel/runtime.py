@@ -193,15 +193,15 @@ class PipelineRuntime:
         return run.losses
 
     def _interpret(self, program: Sequence[MetaStep], run: StepRun) -> None:
-        handlers, sentinel, recorder = self._handlers, self._sentinel, self._recorder
+        sentinel, recorder = self._sentinel, self._recorder
         for position, step in enumerate(program):
             self._position, self._step = position, step
             if sentinel.failure is not None:
                 raise RuntimeError("another rank of the pipeline has failed")
             if recorder is None:
-                handlers[step.meta_type](run, step)
+                run.execute(step)
             else:
-                recorder.measure(step, partial(handlers[step.meta_type], run, step), lambda: self._wires.waited_s)
+                recorder.measure(step, partial(run.execute, step), lambda: self._wires.waited_s)
 
     def _begin(self, receives: dict[tuple[Traffic, int], tuple[int, ...]]) -> None:
         for key, inbox in self._inboxes.items():
@@ -322,7 +322,7 @@ def _shortened(step: MetaStep, is_training: bool, num_microbatches: int) -> list
     if step.meta_type is _T.BATCH_SEND_RECV:
         return batch
     if step.meta_type not in OVERLAP_TYPES:
-        return [replace(step, boundary_p2p=transfers or None)] if remains(step) else []
+        return [replace(step, boundary_p2p=transfers or None)] if remains(step) else batch
     first, second = ([part] if remains(part) else [] for part in step.sub_steps)
     if first and second:
         return [replace(step, boundary_p2p=transfers or None)]

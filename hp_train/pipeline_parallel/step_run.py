@@ -20,7 +20,7 @@ from hp_train.pipeline_parallel.microbatch import StageInputs
 from hp_train.pipeline_parallel.stage import Grads, Stage
 from hp_train.pipeline_parallel.transport import Traffic, Wires
 from hp_train.schedule import MetaStep, MetaStepType
-from hp_train.schedule.steps import RECV_TYPES, SEND_TYPES
+from hp_train.schedule.steps import P2P_TYPES, RECV_TYPES, SEND_TYPES
 
 _T = MetaStepType
 Handler = Callable[["StepRun", MetaStep], None]
@@ -28,6 +28,7 @@ Place = tuple[int, int]  # stage, micro-batch
 Outgoing = tuple[Sequence[Tensor | None], tuple[TensorLayout, ...] | None]
 """What a send step finds: values, and the layouts that the receiver must know; None for gradients, whose it knows."""
 
+TRANSFER_TYPES = P2P_TYPES | {_T.BATCH_SEND_RECV}
 TRAFFIC_OF = {
     _T.FWD_SEND: Traffic.FORWARD, _T.FWD_RECV: Traffic.FORWARD, _T.BWD_SEND: Traffic.BACKWARD,
     _T.BWD_RECV: Traffic.BACKWARD, _T.DATA_SEND: Traffic.DATA, _T.DATA_RECV: Traffic.DATA,
@@ -63,7 +64,9 @@ class StepRun:
     outgoing: dict[tuple[Traffic, int, int], Outgoing] = field(default_factory=dict)
 
     def execute(self, step: MetaStep) -> None:
-        """Run one step with whatever handler its type has."""
+        """Run one step with whatever handler its type has; receives that are due are posted before it."""
+        if self.with_free_buffers and step.meta_type not in TRANSFER_TYPES:
+            self.post_ahead()
         self.handlers[step.meta_type](self, step)
 
     def forward(self, stage_index: int, micro_index: int) -> None:
@@ -122,14 +125,14 @@ class StepRun:
             return
         outbox = self._send(step)
         if self.with_free_buffers:
-            self._post_ahead()
+            self.post_ahead()
         outbox.let_go()
 
     def receive(self, step: MetaStep) -> None:
         """Start a receive that stands alone."""
         if self.wires.groups_batches:
             self.transfer((step,))
-        else:
+        elif not self._mark_due(step):
             self._receive(step)
 
     def transfer(self, steps: Sequence[MetaStep]) -> None:
@@ -144,15 +147,15 @@ class StepRun:
         else:
             sending = self._start(steps)
             if self.with_free_buffers:
-                self._post_ahead()
+                self.post_ahead()
         for outbox in sending:
             outbox.let_go()
 
     def _start(self, steps: Sequence[MetaStep]) -> list[Outbox]:
         sending = [self._send(step) for step in steps if step.meta_type in SEND_TYPES]
-        for step in steps:
-            if step.meta_type in RECV_TYPES:
-                self._receive(step)
+        receives = [step for step in steps if step.meta_type in RECV_TYPES]
+        for step in [step for step in receives if not self._mark_due(step)]:
+            self._receive(step)
         return sending
 
     def _send(self, step: MetaStep) -> Outbox:
@@ -164,15 +167,24 @@ class StepRun:
         outbox.send(micro_index, values)
         return outbox
 
-    def _receive(self, step: MetaStep) -> None:
+    def _mark_due(self, step: MetaStep) -> bool:
+        """Leave a receive to `post_ahead` where that may come later and knows its layouts; say if that is enough."""
         inbox = self.inboxes[TRAFFIC_OF[step.meta_type], step.stage_index]
         if inbox.is_posted(step.micro_index):
-            return
-        if inbox.knows_next() and self.wires.may_post_early:
-            self._may_post_ahead(inbox)
-        elif inbox.knows_next() or not self.wires.defers_headers:
-            self._post_ahead()
-            inbox.post(step.micro_index)
+            return True
+        if not self.wires.may_post_early or not inbox.knows_next():
+            return False
+        inbox.mark_due()
+        self._may_post_ahead(inbox)
+        return True
+
+    def _receive(self, step: MetaStep) -> None:
+        """Post a receive at its place in the order, after those that are due: this may wait for a header."""
+        inbox = self.inboxes[TRAFFIC_OF[step.meta_type], step.stage_index]
+        if inbox.knows_next() or not self.wires.defers_headers:
+            self.post_ahead()
+            if not inbox.is_posted(step.micro_index):
+                inbox.post(step.micro_index)
 
     def _announces_all(self, traffic: Traffic, stage_index: int) -> bool:
         """Whether what a stage sends first tells the shapes of all that it will send in this pass."""
@@ -195,8 +207,6 @@ class StepRun:
         return targets
 
     def _inputs_of(self, stage_index: int, micro_index: int, batch: StageInputs) -> tuple[Any, ...]:
-        if self.with_free_buffers:
-            self._post_ahead()
         if stage_index == 0:
             return batch.args
         inbox = self.inboxes.get((Traffic.FORWARD, stage_index))
@@ -210,8 +220,6 @@ class StepRun:
         )
 
     def _grads_of(self, stage_index: int, micro_index: int) -> Grads:
-        if self.with_free_buffers:
-            self._post_ahead()
         if stage_index == self.stages[stage_index].num_stages - 1:
             return (self.loss_grad,)
         inbox = self.inboxes.get((Traffic.BACKWARD, stage_index))
@@ -255,10 +263,10 @@ class StepRun:
         if self.wires.may_post_early and inbox not in self.with_free_buffers:
             self.with_free_buffers.append(inbox)
 
-    def _post_ahead(self) -> None:
+    def post_ahead(self) -> None:
         """Post the receives that are due, and those that may come early: after sends that are due, before all else.
 
-        Called before every forward and backward and every wait: the proof counts on receives posted in their order.
+        Called before every step that is no transfer and every wait: the proof counts on receives posted in their order.
         """
         for inbox in self.with_free_buffers:
             inbox.post_ahead()

@@ -143,8 +143,9 @@ def test_what_was_sent_is_freed_when_the_next_transfer_ends(limits: bool, num_al
     alive = []
     for micro_index in range(3):
         values = (torch.zeros(2),)
+        alive.append(weakref.ref(values[0]))
         send(outbox, micro_index, values, True)
-        alive.append(weakref.ref(outbox._open[-1][-1][0]))
+        del values
         outbox.let_go()
     assert sum(each() is not None for each in alive) == num_alive
     outbox.finish()
