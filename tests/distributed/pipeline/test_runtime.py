@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -72,15 +73,17 @@ def whole_loss(modules: list[Stage], inputs: list[StageInputs]) -> Tensor:
     return total
 
 
-def runtime_of(rank: int, world_size: int, name: str, num: int, transport: str = "plain", **module_options):
+def runtime_of(
+    rank: int, world_size: int, name: str, num: int, transport: str = "plain", data: bool = False, **module_options
+):
     """A runtime and its stages' modules, and all modules of the pipeline as one process would have them."""
-    stages_per_rank = 2 if name in ("zbv", "interleaved_1f1b") else 1
-    schedule = lower(build_schedule(name, world_size, num, stages_per_rank), transport)
+    stages_per_rank = 2 if name in ("zbv", "interleaved_1f1b", "interleaved_zb") else 1
+    schedule = lower(build_schedule(name, world_size, num, stages_per_rank), transport, data=data)
     last = schedule.num_stages - 1
     whole = [Stage(index, index == last) for index in range(schedule.num_stages)]
     modules = {index: Stage(index, index == last, **module_options) for index in schedule.stages_of_rank(rank)}
     stages = [ModuleStage(module, index, schedule.num_stages) for index, module in modules.items()]
-    return PipelineRuntime(stages, schedule, transport, dist.group.WORLD, CPU), modules, whole
+    return PipelineRuntime(stages, schedule, transport, dist.group.WORLD, CPU, timeout_s=30), modules, whole
 
 
 def _worker(rank: int, world_size: int, folder: str) -> None:
@@ -114,7 +117,7 @@ def tuples_cross_and_gradients_are_right(rank: int, world_size: int) -> None:
 
 
 def evaluation_needs_no_gradients(rank: int, world_size: int) -> None:
-    for name, transport in (("1f1b", "plain"), ("zbv", "batch"), ("gpipe", "boundary")):
+    for name, transport in (("1f1b", "plain"), ("zbv", "batch"), ("gpipe", "boundary"), ("zbv", "boundary")):
         runtime, modules, whole = runtime_of(rank, world_size, name, 4, transport)
         for num in (1, 4, 9):  # fewer than the schedule has, as many, more
             inputs = inputs_of(num)
@@ -128,13 +131,33 @@ def evaluation_needs_no_gradients(rank: int, world_size: int) -> None:
 
 
 def fewer_micro_batches_than_the_schedule_has(rank: int, world_size: int) -> None:
-    runtime, modules, whole = runtime_of(rank, world_size, "1f1b", 6)
-    inputs = inputs_of(3)
-    runtime.step(inputs)
-    whole_loss(whole, inputs).backward()
-    for index, module in modules.items():
-        torch.testing.assert_close(module.linear.weight.grad, whole[index].linear.weight.grad, rtol=1e-5, atol=1e-5)
-    runtime.close()
+    for name, transport in (("1f1b", "plain"), ("interleaved_1f1b", "boundary")):
+        runtime, modules, whole = runtime_of(rank, world_size, name, 6, transport)
+        inputs = inputs_of(3)
+        runtime.step(inputs)
+        whole_loss(whole, inputs).backward()
+        for index, module in modules.items():
+            torch.testing.assert_close(module.linear.weight.grad, whole[index].linear.weight.grad, rtol=1e-5, atol=1e-5)
+        runtime.close()
+
+
+def _data_worker(rank: int, world_size: int) -> list[float]:
+    """Losses of schedules whose targets travel far ahead of their use: more receives are due than are in use."""
+    losses = []
+    for name, transport in (("gpipe", "plain"), ("interleaved_1f1b", "plain"), ("interleaved_zb", "boundary")):
+        runtime, _, whole = runtime_of(rank, world_size, name, 6, transport, data=True)
+        inputs = inputs_of(6)
+        for _ in range(2):
+            loss = runtime.step(inputs)
+            if loss is not None:
+                losses.append(loss.item() / whole_loss(whole, inputs).item())
+        runtime.close()
+    return losses
+
+
+def test_targets_that_run_ahead_over_three_ranks_arrive() -> None:
+    *_, last = run_ranks(3, _data_worker, timeout_s=120)
+    assert last == pytest.approx([1.0] * 6, rel=1e-6)
 
 
 def buffers_number_the_peak_in_flight(rank: int, world_size: int) -> None:
