@@ -29,7 +29,7 @@ Measured (torch 2.13, two shared cores, plain transport; ratios to torch with th
 
 So 1f1b at dim 64 stands one to two hundredths above its bound and gpipe at dim 256 at it: there the loop that does
 nothing else is no further away than 0.90 to 0.93. In 1f1b each rank waits for the other at every micro-batch, whatever
-the engine. All memory bounds are met; 5.2 microseconds a MetaStep.
+the engine. All memory bounds are met; 5 to 10 microseconds a MetaStep.
 
 Two processes, one thread each, each on a core of its own with gloo's threads: unbound, ranks meet on one core now and
 then, and medians scatter by 5 %. Engines take turns step by step, in the same processes; a step's time is that of the
