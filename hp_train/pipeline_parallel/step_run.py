@@ -58,14 +58,14 @@ class StepRun:
     loss_grad: Tensor | None
     receives_targets: Inbox | None = None  # on the last stage's rank, if the schedule carries targets
     losses: list[Tensor] = field(default_factory=list)
-    with_free_buffers: list[Inbox] = field(default_factory=list)
+    to_post: list[Inbox] = field(default_factory=list)  # that may have a receive to post: due, or with a buffer free
     activations: dict[Place, tuple[Any, ...]] = field(default_factory=dict)  # from a stage on this rank
     output_grads: dict[Place, Grads] = field(default_factory=dict)  # from a stage on this rank
     outgoing: dict[tuple[Traffic, int, int], Outgoing] = field(default_factory=dict)
 
     def execute(self, step: MetaStep) -> None:
         """Run one step with whatever handler its type has; receives that are due are posted before it."""
-        if self.with_free_buffers and step.meta_type not in TRANSFER_TYPES:
+        if self.to_post and step.meta_type not in TRANSFER_TYPES:
             self.post_ahead()
         self.handlers[step.meta_type](self, step)
 
@@ -124,7 +124,7 @@ class StepRun:
             self.transfer((step,))
             return
         outbox = self._send(step)
-        if self.with_free_buffers:
+        if self.to_post:
             self.post_ahead()
         outbox.let_go()
 
@@ -146,7 +146,7 @@ class StepRun:
                 sending = self._start(steps)
         else:
             sending = self._start(steps)
-            if self.with_free_buffers:
+            if self.to_post:
                 self.post_ahead()
         for outbox in sending:
             outbox.let_go()
@@ -260,17 +260,17 @@ class StepRun:
                 self._may_post_ahead(inbox)
 
     def _may_post_ahead(self, inbox: Inbox) -> None:
-        if self.wires.may_post_early and inbox not in self.with_free_buffers:
-            self.with_free_buffers.append(inbox)
+        if self.wires.may_post_early and inbox not in self.to_post:
+            self.to_post.append(inbox)
 
     def post_ahead(self) -> None:
         """Post the receives that are due, and those that may come early: after sends that are due, before all else.
 
         Called before every step that is no transfer and every wait: the proof counts on receives posted in their order.
         """
-        for inbox in self.with_free_buffers:
+        for inbox in self.to_post:
             inbox.post_ahead()
-        self.with_free_buffers.clear()
+        self.to_post.clear()
 
 
 def _as_leaf(output: Any) -> Any:

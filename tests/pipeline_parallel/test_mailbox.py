@@ -66,10 +66,11 @@ def test_buffers_of_other_shapes_are_dropped() -> None:
 
 
 class Channel:
-    """Messages of one edge in one process, by kind in order; sizes must agree, as with gloo."""
+    """Messages of one edge in one process, by kind in the order of posting; sizes must agree, as with gloo."""
 
     def __init__(self) -> None:
         self.sent: dict[str, deque[Tensor]] = {"header": deque(), "tensor": deque()}
+        self.posted: dict[str, deque[Tensor]] = {"header": deque(), "tensor": deque()}
         self.log: list[str] = []
 
     def end(self, is_send: bool) -> SimpleNamespace:
@@ -86,13 +87,14 @@ class Channel:
         if is_send:
             self.sent[kind].append(tensor.clone())
             return SimpleNamespace(wait=lambda: None)
-        done: list[Tensor] = []
+        posted = self.posted[kind]
+        posted.append(tensor)
 
         def wait() -> None:
-            if not done:
-                done.append(self.sent[kind].popleft())
-                assert done[0].shape == tensor.shape and done[0].dtype == tensor.dtype, "gloo would abort the process"
-                tensor.copy_(done[0])
+            while any(each is tensor for each in posted):
+                buffer, sent = posted.popleft(), self.sent[kind].popleft()
+                assert sent.shape == buffer.shape and sent.dtype == buffer.dtype, "gloo would abort the process"
+                buffer.copy_(sent)
 
         return SimpleNamespace(wait=wait)
 
@@ -169,3 +171,34 @@ def test_receives_run_ahead_as_far_as_buffers_are_proven() -> None:
         del gradient
         inbox.release(micro_index)
     assert inbox.pool.num_free == 3
+
+
+def test_micro_batches_are_taken_in_another_order_than_they_come() -> None:
+    edge, channel = Edge(Traffic.FORWARD, 0, 1, 0, 1), Channel()
+    outbox = Outbox(edge, channel.end(is_send=True), limits_open_sends=False)
+    inbox = Inbox(edge, channel.end(is_send=False), CPU, most_in_use=3)
+    for uniform in (True, False):
+        outbox.begin_step()
+        inbox.begin_step(range(3))
+        for micro_index in range(3):
+            send(outbox, micro_index, (torch.full((3 if uniform else 2 + micro_index,), float(micro_index)),), uniform)
+        for micro_index in (2, 0, 1):
+            (arrived,) = inbox.take(micro_index)
+            assert arrived.tolist() == [float(micro_index)] * (3 if uniform else 2 + micro_index)
+            del arrived
+        for micro_index in range(3):
+            inbox.release(micro_index)
+
+
+def test_a_receive_that_is_due_is_posted_beyond_the_limit() -> None:
+    channel = Channel()
+    inbox = Inbox(Edge(Traffic.BACKWARD, 1, 0, 1, 0), channel.end(is_send=False), CPU, most_in_use=1)
+    inbox.begin_step(range(4))
+    for micro_index in range(4):
+        inbox.expect(micro_index, (TensorLayout((2,), torch.float32, True),))
+    inbox.mark_due()
+    inbox.mark_due()
+    inbox.post_ahead()
+    assert channel.log == ["receive tensor"] * 2 and inbox.is_posted(1) and not inbox.is_posted(2)
+    inbox.post_ahead()
+    assert len(channel.log) == 2, "neither is due any more, and the limit holds again"
