@@ -77,8 +77,12 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """One way between two stages on different ranks that a tensor of each micro-batch takes; hashed by identity."""
+    """One way between two stages on different ranks that a tensor of each micro-batch takes; hashed by identity.
 
+    first: the number of its tensor of micro-batch 0; that of micro-batch m is `first + m`.
+    """
+
+    first: int
     send_kind: MetaStepType
     sender: int
     receive_kind: MetaStepType
@@ -111,16 +115,21 @@ class Dissection:
         self.where: dict[Slot, Event] = {}
         self.kinds: set[MetaStepType] = set()
         self.routes: dict[tuple[MetaStepType, int], Route] = {}
+        self._routes: list[Route] = []
         self.inputs: dict[tuple[MetaStepType, int], list[Route]] = {}
         self._lay_routes()
         for row in self.rows:
             for event in row:
                 self._enter(event, findings)
 
-    def transfer(self, step: MetaStep) -> Transfer | None:
-        """The transfer that a send or receive is an end of; None if no such tensor crosses ranks."""
-        route = self.routes.get((step.meta_type, step.stage_index))
-        return None if route is None else (route, step.micro_index)
+    def transfer(self, step: MetaStep) -> Transfer:
+        """The transfer that a send or receive is an end of."""
+        return self.routes[step.meta_type, step.stage_index].first + step.micro_index
+
+    def ends(self, transfer: Transfer) -> tuple[Event, Event]:
+        """A transfer's send and receive."""
+        number, micro = divmod(transfer, self.schedule.num_microbatches)
+        return self.where[self._routes[number].send(micro)], self.where[self._routes[number].receive(micro)]
 
     def _lay_routes(self) -> None:
         ranks, last = self.schedule.rank_of_stage, self.schedule.num_stages - 1
@@ -130,7 +139,9 @@ class Dissection:
         for send_kind, sender, receive_kind, receiver, consumers in ends:
             if ranks[sender] == ranks[receiver]:
                 continue
-            route = Route(send_kind, sender, receive_kind, receiver, ranks[sender], ranks[receiver])
+            first = len(self._routes) * self.schedule.num_microbatches
+            route = Route(first, send_kind, sender, receive_kind, receiver, ranks[sender], ranks[receiver])
+            self._routes.append(route)
             self.routes[send_kind, sender] = self.routes[receive_kind, receiver] = route
             for consumer in consumers:
                 self.inputs.setdefault((consumer, receiver), []).append(route)
@@ -150,8 +161,8 @@ class Dissection:
                 findings.add(f"{event} repeats step {first.position}")
 
 
-Transfer = tuple[Route, int]
-"""One tensor that crosses ranks: its route and its micro-batch."""
+Transfer = int
+"""One tensor that crosses ranks, by its number: large schedules have hundreds of thousands."""
 
 
 def slot_text(slot: Slot) -> str:

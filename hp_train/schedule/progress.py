@@ -49,7 +49,7 @@ def _stops_beside_compute(parts: Dissection, row: list[Event], transport: str) -
         else:
             routes = parts.inputs.get((step.meta_type, step.stage_index), ())
             micro = step.micro_index
-            needs = tuple((route, micro) for route in routes if route.receive(micro) in parts.where)
+            needs = tuple(route.first + micro for route in routes if route.receive(micro) in parts.where)
             if needs:
                 yield _Stop((), needs, event)
 
@@ -127,11 +127,9 @@ def _waiting_end(walk: _Walk, rank: int, parts: Dissection) -> Event:
     stop = walk.stops[rank][walk.at[rank]]
     if not stop.announces:
         return stop.event
-    route, micro = walk.first_missing(rank)
-    return parts.where[route.send(micro) if route.source == rank else route.receive(micro)]
+    return next(end for end in parts.ends(walk.first_missing(rank)) if end.rank == rank)
 
 
 def _missing_end(walk: _Walk, rank: int, parts: Dissection) -> Event:
     """What `rank` waits for: the end of a transfer that its peer has not come to."""
-    route, micro = walk.first_missing(rank)
-    return parts.where[route.receive(micro) if route.source == rank else route.send(micro)]
+    return next(end for end in parts.ends(walk.first_missing(rank)) if end.rank != rank)

@@ -9,7 +9,7 @@ proven schedules only.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hp_train.errors import ScheduleError
 from hp_train.schedule.events import Dissection, Event, Findings, Route, slot_text
@@ -223,13 +223,15 @@ def _check_data(parts: Dissection, findings: Findings) -> None:
 
 def _count_buffers(schedule: Schedule, rows: list[list[Event]]) -> tuple[tuple[int, ...], tuple[StageBuffers, ...]]:
     """Most receive buffers in use at once, per rank and per stage and direction."""
-    most: Counter[tuple[MetaStepType, int]] = Counter()
+    most: dict[tuple[MetaStepType, int], int] = {}
     rank_most = []
     for row in rows:
-        pools: dict[tuple[MetaStepType, int], _Pool] = {}
-        for event in row:
-            if event.step.meta_type in (_T.FWD_RECV, _T.BWD_RECV):
-                pools.setdefault((event.step.meta_type, event.step.stage_index), _Pool()).num_to_use += 1
+        to_use = Counter(
+            (event.step.meta_type, event.step.stage_index)
+            for event in row
+            if event.step.meta_type in (_T.FWD_RECV, _T.BWD_RECV)
+        )
+        pools = {key: _Pool(num_to_use) for key, num_to_use in to_use.items()}
         needed = peak = sum(pool.needed for pool in pools.values())
         for event in row:
             kind, stage, micro = event.step.meta_type, event.step.stage_index, event.step.micro_index
@@ -238,37 +240,47 @@ def _count_buffers(schedule: Schedule, rows: list[list[Event]]) -> tuple[tuple[i
                 if pool is not None:
                     needed -= pool.needed
                     change(pool, micro)
+                    pool.count()
                     needed += pool.needed
-                    most[receive, stage] = max(most[receive, stage], pool.needed)
                     peak = max(peak, needed)
         rank_most.append(peak)
-    per_stage = tuple(StageBuffers(most[_T.FWD_RECV, s], most[_T.BWD_RECV, s]) for s in range(schedule.num_stages))
+        most |= {key: pool.most for key, pool in pools.items()}
+    per_stage = tuple(
+        StageBuffers(most.get((_T.FWD_RECV, s), 0), most.get((_T.BWD_RECV, s), 0)) for s in range(schedule.num_stages)
+    )
     return tuple(rank_most), per_stage
 
 
-@dataclass(slots=True)
 class _Pool:
-    """The receive buffers of one stage and direction, while walking along its rank."""
+    """The receive buffers of one stage and direction, while walking along its rank.
 
-    num_to_use: int = 0
-    received: set[int] = field(default_factory=set)
-    in_use: set[int] = field(default_factory=set)
+    needed: buffers for what has been received, or for what is in use and one more, if there is more to come.
+    most: the highest `needed` so far.
+    """
 
-    @property
-    def needed(self) -> int:
-        """Buffers for what has been received, or for what is in use and one more, if there is more to come."""
-        return max(len(self.received), len(self.in_use) + (self.num_to_use > 0))
+    __slots__ = ("_in_use", "_num_to_use", "_received", "most", "needed")
+
+    def __init__(self, num_to_use: int) -> None:
+        self._num_to_use = num_to_use
+        self._received: set[int] = set()
+        self._in_use: set[int] = set()
+        self.needed = self.most = 1
+
+    def count(self) -> None:
+        """Bring `needed` and `most` up to date with what has changed."""
+        self.needed = max(len(self._received), len(self._in_use) + (self._num_to_use > 0))
+        self.most = max(self.most, self.needed)
 
     def receive(self, micro: int) -> None:
-        self.received.add(micro)
+        self._received.add(micro)
 
     def use(self, micro: int) -> None:
-        self.in_use.add(micro)
-        self.num_to_use -= 1
+        self._in_use.add(micro)
+        self._num_to_use -= 1
 
     def release(self, micro: int) -> None:
-        self.received.discard(micro)
-        self.in_use.discard(micro)
+        self._received.discard(micro)
+        self._in_use.discard(micro)
 
 
 _BUFFER_CHANGES = {

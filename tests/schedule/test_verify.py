@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -243,15 +244,29 @@ def test_1f1b_needs_as_many_receive_buffers_as_micro_batches_in_flight(transport
 
 
 def _seconds(num_microbatches: int) -> tuple[float, float, int]:
-    """CPU time to build and simulate, and to verify the lowered form, of 1f1b on 64 ranks; and its number of steps."""
-    start = time.process_time()
-    schedule = build_schedule("1f1b", 64, num_microbatches)
-    simulate(schedule, Costs(1, 1, 1))
-    built = time.process_time()
-    lowered = lower(schedule, "plain")
-    begin = time.process_time()
+    """CPU time to build and simulate, and to verify the lowered form, of 1f1b on 64 ranks; and its number of steps.
+
+    The better of two runs each: what shares the cores' caches makes a single one up to twice as slow.
+    """
+
+    def build() -> Schedule:
+        schedule = build_schedule("1f1b", 64, num_microbatches)
+        simulate(schedule, Costs(1, 1, 1))
+        return schedule
+
+    lowered = lower(build(), "plain")
     assert verify(lowered, "plain").ok
-    return built - start, time.process_time() - begin, sum(map(len, lowered.orders))
+    steps = sum(map(len, lowered.orders))
+    return _best_seconds(build), _best_seconds(lambda: verify(lowered, "plain")), steps
+
+
+def _best_seconds(function: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(2):
+        start = time.process_time()
+        function()
+        seconds.append(time.process_time() - start)
+    return min(seconds)
 
 
 def test_time_is_bounded_and_grows_linearly() -> None:
