@@ -23,7 +23,11 @@ from hp_train.pipeline_parallel.header import HEADER_LENGTH, TensorLayout, decod
 from hp_train.pipeline_parallel.transport import HEADER, Edge, Traffic, Transfer, Wires
 
 MAX_OPEN_SENDS = 1
-"""Sends on an edge that may be under way when a transfer step ends: what they send stays allocated."""
+"""Sends on an edge that may be under way when a transfer step ends: what they send stays allocated.
+
+Not where each micro-batch has a header of its own: receives in one batch may then wait for another edge's header before
+they are posted, and a sender that waits for them might be the one who is to announce it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +98,12 @@ class Outbox:
         self._open: deque[tuple[int, list[Transfer], list[Tensor]]] = deque()
         self.uniform_layouts: tuple[TensorLayout, ...] | None = None
         self._trusted: tuple[TensorLayout, ...] | None = None
+        self._announces_each = False
 
     def begin_step(self) -> None:
         """Start a pass: its first values are announced anew."""
         self._trusted, self.uniform_layouts = self.uniform_layouts, None
+        self._announces_each = False
 
     def announce(self, layouts: tuple[TensorLayout, ...], uniform: bool, what: str) -> None:
         """Send the header of the values that come next. Values of `uniform_layouts` need none.
@@ -111,6 +117,7 @@ class Outbox:
                 "shapes; the receiver's buffers would not fit"
             )
         self.uniform_layouts = layouts if uniform else None
+        self._announces_each = not uniform
         header = encode(layouts, uniform)
         self._open.append((HEADER, [self._wires.send_header(header, self.edge)], [header]))
         trusted, self._trusted = self._trusted, None
@@ -135,9 +142,16 @@ class Outbox:
             # Waiting would put the compute stream behind the send; asking costs nothing.
             while len(self._open) > 1 and all(transfer.is_completed() for transfer in self._open[0][1]):
                 self._open.popleft()
-        elif self._limit is not None:
+        elif self._limit is not None and not self._announces_each:
             while len(self._open) > self._limit:
                 self._finish_oldest()
+
+    def note_arrival(self, micro_index: int) -> None:
+        """Free what has been sent up to this micro-batch: the peer has it, for something made from it has come back."""
+        if self._wires.is_host and any(sent == micro_index for sent, _, _ in self._open):
+            while self._open[0][0] != micro_index:
+                self._finish_oldest()
+            self._finish_oldest()
 
     def finish(self) -> None:
         """Wait for all sends."""

@@ -95,7 +95,12 @@ class PipelineRuntime:
             if edge.target_rank == self.pp_rank
         }
         self._outboxes = {
-            (edge.traffic, edge.source_stage): Outbox(edge, self._wires, limits_open_sends=transport != "multi_stream")
+            (edge.traffic, edge.source_stage): Outbox(
+                # Whoever reads targets keeps them for the whole pass anyway.
+                edge,
+                self._wires,
+                limits_open_sends=transport != "multi_stream" and edge.traffic is not Traffic.DATA,
+            )
             for edge in edges
             if edge.source_rank == self.pp_rank
         }

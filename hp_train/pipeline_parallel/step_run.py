@@ -225,7 +225,10 @@ class StepRun:
         inbox = self.inboxes.get((Traffic.BACKWARD, stage_index))
         if inbox is None:
             return self.output_grads.pop((stage_index, micro_index))
-        return tuple(inbox.take(micro_index))
+        grads = tuple(inbox.take(micro_index))
+        if any(grad is not None for grad in grads):
+            self.outboxes[Traffic.FORWARD, stage_index].note_arrival(micro_index)
+        return grads
 
     def _hand_back(self, stage_index: int, micro_index: int, grads: Grads, arrived: Grads) -> None:
         if stage_index == 0:

@@ -138,18 +138,22 @@ def test_the_first_receive_is_posted_before_its_header_and_any_shapes_arrive(cas
         assert not any(channel.sent.values())
 
 
-@pytest.mark.parametrize(("limits", "num_alive"), [(True, 1), (False, 3)])
-def test_what_was_sent_is_freed_when_the_next_transfer_ends(limits: bool, num_alive: int) -> None:
+@pytest.mark.parametrize(("limits", "uniform", "num_alive"), [(True, True, 1), (False, True, 3), (True, False, 3)])
+def test_what_was_sent_is_freed_when_the_next_transfer_ends(limits: bool, uniform: bool, num_alive: int) -> None:
     outbox = Outbox(Edge(Traffic.FORWARD, 0, 1, 0, 1), Channel().end(is_send=True), limits_open_sends=limits)
     outbox.begin_step()
     alive = []
     for micro_index in range(3):
         values = (torch.zeros(2),)
         alive.append(weakref.ref(values[0]))
-        send(outbox, micro_index, values, True)
+        send(outbox, micro_index, values, uniform)
         del values
         outbox.let_go()
     assert sum(each() is not None for each in alive) == num_alive
+    outbox.note_arrival(1)
+    assert [each() is not None for each in alive] == [False, False, True]
+    outbox.note_arrival(0)  # once more does no harm
+    assert alive[2]() is not None
     outbox.finish()
     assert not any(each() for each in alive)
 

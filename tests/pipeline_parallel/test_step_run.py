@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hp_train.pipeline_parallel.header import TensorLayout
-from hp_train.pipeline_parallel.mailbox import Inbox
+from hp_train.pipeline_parallel.mailbox import Inbox, Outbox
 from hp_train.pipeline_parallel.step_run import DEFAULT_HANDLERS, StepRun
 from hp_train.pipeline_parallel.transport import Edge, Traffic
 from hp_train.schedule import MetaStepType
@@ -34,9 +34,11 @@ def test_a_gradient_that_passes_through_keeps_its_buffer(kind: MetaStepType, is_
     wires = channel.end(is_send=False)
     wires.may_post_early = False
     inbox = Inbox(Edge(Traffic.BACKWARD, 2, 1, 1, 0), wires, torch.device("cpu"), most_in_use=1)
+    outbox = Outbox(Edge(Traffic.FORWARD, 1, 2, 0, 1), Channel().end(is_send=True), limits_open_sends=True)
     stages = {1: PassingStage(), **({0: None} if is_next_local else {})}
     run = StepRun(
-        stages, DEFAULT_HANDLERS, wires, {(Traffic.BACKWARD, 1): inbox}, {}, [], [], True, True, None
+        stages, DEFAULT_HANDLERS, wires, {(Traffic.BACKWARD, 1): inbox}, {(Traffic.FORWARD, 1): outbox}, [], [], True,
+        True, None,
     )  # fmt: skip
     layout = TensorLayout((3,), torch.float32, True)
     inbox.begin_step(range(2))

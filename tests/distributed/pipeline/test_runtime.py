@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from hp_train.pipeline_parallel import ModuleStage, PipelineRuntime, StageInputs
 from hp_train.pipeline_parallel.trace import largest_gaps, write_trace
 from hp_train.pipeline_parallel.transport import Traffic
-from hp_train.schedule import MetaStepType, build_schedule, lower
+from hp_train.schedule import MetaStepType, Schedule, build_schedule, lower
+from hp_train.schedule.text import parse_schedule
 from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -76,9 +77,14 @@ def whole_loss(modules: list[Stage], inputs: list[StageInputs]) -> Tensor:
 def runtime_of(
     rank: int, world_size: int, name: str, num: int, transport: str = "plain", data: bool = False, **module_options
 ):
-    """A runtime and its stages' modules, and all modules of the pipeline as one process would have them."""
+    """`runtime_for` a schedule that is built and lowered for the test."""
     stages_per_rank = 2 if name in ("zbv", "interleaved_1f1b", "interleaved_zb") else 1
     schedule = lower(build_schedule(name, world_size, num, stages_per_rank), transport, data=data)
+    return runtime_for(schedule, rank, transport, **module_options)
+
+
+def runtime_for(schedule: Schedule, rank: int, transport: str, **module_options):
+    """A runtime and its stages' modules, and all modules of the pipeline as one process would have them."""
     last = schedule.num_stages - 1
     whole = [Stage(index, index == last) for index in range(schedule.num_stages)]
     modules = {index: Stage(index, index == last, **module_options) for index in schedule.stages_of_rank(rank)}
@@ -141,8 +147,13 @@ def fewer_micro_batches_than_the_schedule_has(rank: int, world_size: int) -> Non
         runtime.close()
 
 
-def _data_worker(rank: int, world_size: int) -> list[float]:
-    """Losses of schedules whose targets travel far ahead of their use: more receives are due than are in use."""
+def _worker_of_three(rank: int, world_size: int) -> list[float]:
+    """Of each step, the loss in parts of what one process gets, where it is made."""
+    return targets_travel_far_ahead(rank, world_size) + members_of_a_batch_wait_for_each_other(rank)
+
+
+def targets_travel_far_ahead(rank: int, world_size: int) -> list[float]:
+    """More receives are due than are in use."""
     losses = []
     for name, transport in (("gpipe", "plain"), ("interleaved_1f1b", "plain"), ("interleaved_zb", "boundary")):
         runtime, _, whole = runtime_of(rank, world_size, name, 6, transport, data=True)
@@ -155,9 +166,36 @@ def _data_worker(rank: int, world_size: int) -> list[float]:
     return losses
 
 
-def test_targets_that_run_ahead_over_three_ranks_arrive() -> None:
-    *_, last = run_ranks(3, _data_worker, timeout_s=120)
-    assert last == pytest.approx([1.0] * 6, rel=1e-6)
+# Stages 0 and 2 on rank 2, stages 1 and 4 on rank 0, stage 3 on rank 1. Rank 0's batch takes in 4RECV_F0 from rank 1,
+# which gets what that is made of from rank 2 only after rank 2 has sent 0SEND_F1 and 0SEND_F2, each by itself.
+BATCH_OF_TWO_SENDERS = (
+    "1RECV_F0 1F0 1SEND_F0 (4RECV_F0;1RECV_F1;1RECV_F2)BATCH_SEND_RECV 4F0 1F1 1SEND_F1 4RECV_F1 4F1 1F2 1SEND_F2 "
+    "4RECV_F2 4F2 4B0 4SEND_B0 1RECV_B0 1B0 1SEND_B0 4B1 4SEND_B1 1RECV_B1 1B1 1SEND_B1 4B2 4SEND_B2 1RECV_B2 1B2 "
+    "1SEND_B2",
+    "3RECV_F0 3F0 3SEND_F0 3RECV_F1 3F1 3SEND_F1 3RECV_F2 3F2 3SEND_F2 3RECV_B0 3B0 3SEND_B0 3RECV_B1 3B1 3SEND_B1 "
+    "3RECV_B2 3B2 3SEND_B2",
+    "0F0 0SEND_F0 2RECV_F0 2F0 0F1 0F2 0SEND_F1 0SEND_F2 2SEND_F0 2RECV_F1 2F1 2SEND_F1 2RECV_F2 2F2 2SEND_F2 2RECV_B0 "
+    "2B0 2SEND_B0 0RECV_B0 0B0 2RECV_B1 2B1 2SEND_B1 0RECV_B1 0B1 2RECV_B2 2B2 2SEND_B2 0RECV_B2 0B2",
+)
+
+
+def members_of_a_batch_wait_for_each_other(rank: int) -> list[float]:
+    """With headers of their own too, when all but the first can be posted only once another has come."""
+    schedule = parse_schedule("\n".join(row.replace(" ", ",") for row in BATCH_OF_TWO_SENDERS), "batch")
+    runtime, _, whole = runtime_for(schedule, rank, "batch")
+    losses = []
+    for rows in ((3, 3, 3), (3, 2, 4), (1, 1, 5)):
+        inputs = [inputs_of(1, num)[0] for num in rows]
+        loss = runtime.step(inputs)
+        if loss is not None:
+            losses.append(loss.item() / whole_loss(whole, inputs).item())
+    runtime.close()
+    return losses
+
+
+def test_three_ranks_receive_ahead_and_in_batches() -> None:
+    losses = run_ranks(3, _worker_of_three, timeout_s=120)
+    assert [each for of_rank in losses for each in of_rank] == pytest.approx([1.0] * 9, rel=1e-6)
 
 
 def buffers_number_the_peak_in_flight(rank: int, world_size: int) -> None:
