@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 MAX_TENSORS = 16
 MAX_DIMS = 8
@@ -45,6 +47,12 @@ def layouts_of(outputs: Sequence[object], what: str) -> tuple[TensorLayout, ...]
                 f"output {index} of {what} is {type(output).__name__}; a tensor or a tuple of tensors crosses to the "
                 "next stage"
             )
+        if is_traceable_wrapper_subclass(output) and not isinstance(output, AsyncCollectiveTensor):
+            raise TypeError(
+                f"output {index} of {what} is {type(output).__name__}; a plain tensor crosses, such as to_local() gives"
+            )
+        if output.layout is not torch.strided:
+            raise TypeError(f"output {index} of {what} has layout {output.layout}; a dense tensor crosses")
         if output.dtype not in _DTYPES:
             raise TypeError(f"output {index} of {what} has dtype {output.dtype}, which does not cross between stages")
         if output.ndim > MAX_DIMS:

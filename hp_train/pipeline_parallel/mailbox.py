@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from hp_train.pipeline_parallel.header import HEADER_LENGTH, TensorLayout, decode, encode
 from hp_train.pipeline_parallel.transport import HEADER, Edge, Traffic, Transfer, Wires
@@ -129,7 +130,7 @@ class Outbox:
         tensors, transfers = [], []
         for value in values:
             if value is not None:
-                tensors.append((value.detach() if value.requires_grad else value).contiguous())
+                tensors.append(_as_memory(value))
                 transfers.append(self._wires.start(tensors[-1], self.edge))
         self._open.append((micro_index, transfers, tensors))
 
@@ -328,6 +329,14 @@ class Inbox:
             self._expect_header()
         if self._trusting is not None:
             self._resolve_trust(layouts)
+
+
+def _as_memory(value: Tensor) -> Tensor:
+    """The values without their graph, as a backend reads them: in place, nothing to wait for, conjugate or negate."""
+    if isinstance(value, AsyncCollectiveTensor):
+        value = value.wait()
+    value = value.detach() if value.requires_grad else value
+    return value.resolve_conj().resolve_neg().contiguous()
 
 
 def _fit(expected: Sequence[TensorLayout | Tensor], layouts: Sequence[TensorLayout]) -> bool:

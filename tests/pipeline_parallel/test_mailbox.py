@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from hp_train.pipeline_parallel.header import HEADER_LENGTH, TensorLayout, decode, encode, layouts_of
 from hp_train.pipeline_parallel.mailbox import BufferPool, Inbox, Outbox
@@ -37,6 +39,8 @@ def test_what_does_not_cross_is_named() -> None:
         ([torch.zeros((1,) * 9)], "9 dimensions; at most 8"),
         ([torch.zeros(1)] * 17, "returns 17 tensors; at most 16"),
         ([torch.zeros(1, dtype=torch.uint16)], "dtype torch.uint16"),
+        ([torch.zeros(2, 2).to_sparse()], "output 0 of stage 3 has layout torch.sparse_coo"),
+        ([torch.zeros(2), TwoTensor(torch.zeros(2), torch.zeros(2))], "output 1 of stage 3 is TwoTensor"),
     ):
         with pytest.raises((TypeError, ValueError), match=text):
             layouts_of(outputs, "stage 3")
@@ -136,6 +140,24 @@ def test_the_first_receive_is_posted_before_its_header_and_any_shapes_arrive(cas
             inbox.release(micro_index)
         outbox.finish()
         assert not any(channel.sent.values())
+
+
+def test_what_is_sent_is_what_the_tensor_reads_as() -> None:
+    channel = Channel()
+    outbox = Outbox(Edge(Traffic.FORWARD, 0, 1, 0, 1), channel.end(is_send=True), limits_open_sends=True)
+    outbox.begin_step()
+    numbers = torch.view_as_complex(torch.tensor([[1.0, 2.0]]))
+    values = (
+        numbers.conj(), numbers.conj().imag, torch.arange(6.0).view(2, 3).t(), torch.ones(2, requires_grad=True) * 2,
+        AsyncCollectiveTensor(torch.full((2,), 3.0)),
+    )  # fmt: skip
+    send(outbox, 0, values, True)
+    assert [each.tolist() for each in channel.sent["tensor"]] == [
+        [1 - 2j], [-2.0], [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]], [2.0, 2.0], [3.0, 3.0],
+    ]  # fmt: skip
+    for each in (entry for _, _, tensors in outbox._open for entry in tensors):
+        assert type(each) is Tensor and each.is_contiguous() and not (each.is_conj() or each.is_neg())
+    outbox.finish()
 
 
 @pytest.mark.parametrize(("limits", "uniform", "num_alive"), [(True, True, 1), (False, True, 3), (True, False, 3)])
