@@ -20,6 +20,8 @@ from hp_train.verbs import VERBS, WITH_ARGV
 def main() -> int:
     """Entry of the console script; returns the exit code."""
     argv = list(sys.argv)
+    if sys.stdout is None:  # closed by the caller: nobody wants to read
+        sys.stdout = open(os.devnull, "w")
     try:
         code = _dispatch(argv[1:], argv)
         sys.stdout.flush()
@@ -30,15 +32,32 @@ def main() -> int:
             print(f"hp-train: {' '.join(message.split())}", file=sys.stderr)
         return int(error.exit_code)
     except BrokenPipeError:  # `hp-train --cfg job | head`: who read the output has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return int(ExitCode.DONE)
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.errno == errno.ENAMETOOLONG:
+            print(f"hp-train: {error.filename}: longer than a file's name or path may be", file=sys.stderr)
+        elif not _can_write_output():
+            print(f"hp-train: the output can't be written: {error.strerror}", file=sys.stderr)
+        else:
             raise
-        print(f"hp-train: {error.filename}: longer than a file's name or path may be", file=sys.stderr)
         return int(ExitCode.USER_ERROR)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
+
+
+def _can_write_output() -> bool:
+    """Whether standard output takes another line; if not, it is let go of, or exiting would fail on it again."""
+    try:
+        print(flush=True)
+    except OSError:
+        _drop_output()
+        return False
+    return True
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: list[str], argv: list[str]) -> int:

@@ -95,6 +95,23 @@ def test_info_shows_where_configs_are_looked_for(tmp_path: Path) -> None:
     assert done.code == 0 and "hp-train://" in done.stdout
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", ["--help", "schedule lower gpipe --pp 64 --microbatches 64"])
+def test_output_that_can_not_be_written_is_one_line(arguments: str, unbuffered: str) -> None:
+    command = [sys.executable, "-m", "hp_train.cli", *arguments.split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        )
+    assert (done.returncode, done.stderr) == (2, "hp-train: the output can't be written: No space left on device\n")
+
+
+def test_closed_output_is_no_error() -> None:
+    command = f"{sys.executable} -m hp_train.cli schedule show gpipe --pp 2 --microbatches 2 >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable} -m hp_train.cli --help | head -1"
     done = subprocess.run(

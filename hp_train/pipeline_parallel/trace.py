@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -110,7 +110,8 @@ def largest_gaps(timeline: Timeline, count: int = 3) -> list[Gap]:
 
 def planned_timeline(schedule: Schedule, measured: Timeline) -> Timeline:
     """The schedule simulated with what its steps really took on average: the waiting that it should have had."""
-    return simulate(schedule, measured_costs(measured, schedule.num_stages))
+    planned = simulate(schedule, measured_costs(measured, schedule.num_stages))
+    return replace(planned, name=f"{planned.name}, planned", unit="s")
 
 
 def measured_costs(timeline: Timeline, num_stages: int) -> Costs:

@@ -52,8 +52,9 @@ def caption(timeline: Timeline) -> str:
     """One line: ranks, time, bubble, and the most activations alive per rank."""
     peaks = timeline.peak_activations
     held = f"{peaks[0]} on every rank" if len(set(peaks)) == 1 else f"{max(peaks, default=0)} ({_abridged(peaks)})"
+    time = f"{float(timeline.total_s):.4g} {timeline.unit}".rstrip()
     return (
-        f"{timeline.name}: {len(timeline.spans)} ranks, time {float(timeline.total_s):.4g}, "
+        f"{timeline.name}: {len(timeline.spans)} ranks, time {time}, "
         f"bubble {100 * timeline.bubble_fraction:.1f} %, peak activations {held}"
     )
 
@@ -77,6 +78,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
     except ImportError as error:
         raise ScheduleError("drawing needs matplotlib; install hp-train[plots]") from error
     boxes = _boxes(timeline)
@@ -90,6 +92,8 @@ def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     _add_labels(axes, boxes, points_per_time=72 * width_in / total)
     axes.set_xlim(0, total)
     axes.set_ylim(num_ranks, 0)
+    if timeline.unit:
+        axes.xaxis.set_major_formatter(EngFormatter(timeline.unit))
     axes.set_yticks([rank + 0.5 for rank in _ticks(num_ranks)], [f"rank {rank}" for rank in _ticks(num_ranks)])
     axes.tick_params(length=0, labelsize=8)
     for side in ("top", "right", "left"):

@@ -9,7 +9,7 @@ holds measured runs just as well.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hp_train.errors import ScheduleError
 from hp_train.schedule.steps import BACKWARD_TYPES, MetaStep, MetaStepType, Schedule
@@ -73,23 +73,25 @@ class Timeline:
     peak_activations: per rank, the most (stage, micro-batch) activations alive at once if BWD and BWD_INPUT free them.
     peak_activations_until_weight: the same if BWD and BWD_WEIGHT free them.
     name: for captions.
+    unit: of its times, for captions and axes: "s" if measured, none where costs have none.
     """
 
     spans: tuple[tuple[Span, ...], ...]
     peak_activations: tuple[int, ...]
     peak_activations_until_weight: tuple[int, ...]
     name: str = "measured"
+    unit: str = ""
 
     @classmethod
     def from_spans(cls, spans: Iterable[Span | tuple[int, MetaStep, float, float]], name: str = "measured") -> Timeline:
-        """A timeline of measured events `(rank, step, start_s, end_s)` on one clock, in any order."""
+        """A timeline of measured events `(rank, step, start_s, end_s)`, in seconds of one clock, in any order."""
         events = [span if isinstance(span, Span) else Span(*span) for span in spans]
         rows: list[list[Span]] = [[] for _ in range(1 + max((span.rank for span in events), default=-1))]
         for span in events:
             rows[span.rank].append(span)
         for row in rows:
             row.sort(key=lambda span: (span.start_s, span.end_s))
-        return cls._of_rows(rows, name)
+        return replace(cls._of_rows(rows, name), unit="s")
 
     @classmethod
     def _of_rows(cls, rows: list[list[Span]], name: str) -> Timeline:

@@ -85,13 +85,14 @@ def _check_file_sizes(
 ) -> None:
     stages = {len(schedule.stages_of_rank(rank)) for rank in range(schedule.pp_size)}
     asked = (
-        ("ranks", pp_size, {schedule.pp_size}),
-        ("micro-batches", num_microbatches, {schedule.num_microbatches}),
-        ("stages a rank", stages_per_rank, stages),
+        ("rank", "ranks", pp_size, {schedule.pp_size}),
+        ("micro-batch", "micro-batches", num_microbatches, {schedule.num_microbatches}),
+        ("stage a rank", "stages a rank", stages_per_rank, stages),
     )
-    for what, wanted, own in asked:
+    for singular, plural, wanted, own in asked:
         if wanted is not None and {wanted} != own:
             has = " or ".join(map(str, sorted(own)))
+            what = singular if own == {1} else plural
             raise ScheduleError(
                 f"{schedule.name}: is written for {has} {what}, not {wanted}; a file covers no other number"
             )

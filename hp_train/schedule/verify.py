@@ -65,9 +65,12 @@ def verify(schedule: Schedule, transport: str, *, max_activations: int | None = 
     """Prove that `schedule` runs under `transport`, or say why not.
 
     max_activations: bound on every rank's peak_activations; None for no bound.
-    Raises ScheduleError for an unknown transport; everything wrong with the schedule is a violation instead.
+    Raises ScheduleError for an unknown transport or a bound that is none; everything wrong with the schedule is a
+    violation instead.
     """
     check_transport(transport)
+    if max_activations is not None and (type(max_activations) is not int or max_activations < 0):
+        raise ScheduleError(f"max_activations={max_activations!r} must be an integer of at least 0")
     shape = _shape_fault(schedule)
     if shape is not None:
         return Verification((shape,), (), (), ())

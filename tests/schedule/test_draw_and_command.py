@@ -76,8 +76,10 @@ def test_measured_events_draw_like_planned_ones(tmp_path: Path) -> None:
     assert (timeline.total_s, timeline.busy_s, timeline.bubble_s) == (7.0, (3.0, 3.0), (4.0, 4.0))
     assert timeline.local_bubble_s == (4.0, 0.0)
     assert draw_text(timeline, 80).splitlines()[1:] == ["0 F0........B0--", "1 ....F0B0--...."]
+    assert "2 ranks, time 7 s, bubble" in draw_text(timeline)
     draw(timeline, tmp_path / "measured.svg")
-    assert "waiting, moving" in (tmp_path / "measured.svg").read_text()
+    picture = (tmp_path / "measured.svg").read_text()
+    assert "waiting, moving" in picture and ">7 s</text>" in picture
 
 
 @pytest.mark.parametrize("path", ["x.pdf", "x", "none/x.png"])
@@ -168,6 +170,8 @@ def test_a_file_covers_its_own_sizes_only(tmp_path: Path) -> None:
     assert _run("verify", path, "--pp", "2", "--microbatches", "4", "--stages-per-rank", "1") == 0
     with pytest.raises(ScheduleError, match="written for 4 micro-batches, not 8"):
         _run("verify", path, "--microbatches", "8")
+    with pytest.raises(ScheduleError, match="written for 1 stage a rank, not 2"):
+        _run("verify", path, "--stages-per-rank", "2")
 
 
 def test_a_builder_of_ones_own_covers_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hp_train.errors import ScheduleError
 from hp_train.schedule import (
     SCHEDULES,
     TRANSPORTS,
@@ -241,6 +242,12 @@ def test_1f1b_needs_as_many_receive_buffers_as_micro_batches_in_flight(transport
         assert buffers.bwd <= (2 if stage < pp_size - 1 else 0)
         assert max(buffers.fwd, buffers.bwd) <= proof.recv_buffers[stage] <= buffers.fwd + buffers.bwd
     assert proof.peak_activations == (4, 3, 2, 1)
+
+
+@pytest.mark.parametrize("bound", ["2", -1, 1.5, True])
+def test_a_bound_on_activations_that_is_none_is_refused(bound: object) -> None:
+    with pytest.raises(ScheduleError, match="max_activations=.* must be an integer of at least 0"):
+        verify(lower(build_schedule("gpipe", 2, 2), "plain"), "plain", max_activations=bound)
 
 
 def _seconds(num_microbatches: int) -> tuple[float, float, int]:
