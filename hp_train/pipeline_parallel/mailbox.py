@@ -100,11 +100,21 @@ class Outbox:
         self.uniform_layouts: tuple[TensorLayout, ...] | None = None
         self._trusted: tuple[TensorLayout, ...] | None = None
         self._announces_each = False
+        self._made: dict[int, tuple[Sequence[Tensor | None], tuple[TensorLayout, ...] | None]] = {}
 
     def begin_step(self) -> None:
         """Start a pass: its first values are announced anew."""
+        self._made.clear()
         self._trusted, self.uniform_layouts = self.uniform_layouts, None
         self._announces_each = False
+
+    def put(self, micro_index: int, values: Sequence[Tensor | None], layouts: tuple[TensorLayout, ...] | None) -> None:
+        """Keep what a micro-batch's send will take, and the layouts that the receiver must know; None if it does."""
+        self._made[micro_index] = values, layouts
+
+    def take_out(self, micro_index: int) -> tuple[Sequence[Tensor | None], tuple[TensorLayout, ...] | None]:
+        """What has been put here for a micro-batch."""
+        return self._made.pop(micro_index)
 
     def announce(self, layouts: tuple[TensorLayout, ...], uniform: bool, what: str) -> None:
         """Send the header of the values that come next. Values of `uniform_layouts` need none.
@@ -149,7 +159,11 @@ class Outbox:
 
     def note_arrival(self, micro_index: int) -> None:
         """Free what has been sent up to this micro-batch: the peer has it, for something made from it has come back."""
-        if self._wires.is_host and any(sent == micro_index for sent, _, _ in self._open):
+        if (
+            len(self._open) > MAX_OPEN_SENDS
+            and self._wires.is_host
+            and any(at == micro_index for at, _, _ in self._open)
+        ):
             while self._open[0][0] != micro_index:
                 self._finish_oldest()
             self._finish_oldest()
@@ -161,6 +175,7 @@ class Outbox:
 
     def abandon(self) -> None:
         """Forget everything under way, after a failure: what still refers to a group keeps its connections open."""
+        self._made.clear()
         self._open.clear()
 
     def _finish_oldest(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from hp_train.pipeline_parallel.mailbox import Inbox, Outbox, RecvInfo
 from hp_train.pipeline_parallel.microbatch import StageInputs
 from hp_train.pipeline_parallel.sentinel import PipelineError, PipelineHang, Sentinel, Standing
 from hp_train.pipeline_parallel.stage import Stage
-from hp_train.pipeline_parallel.step_run import DEFAULT_HANDLERS, TRAFFIC_OF, Handler, StepRun
+from hp_train.pipeline_parallel.step_run import DEFAULT_HANDLERS, Ends, Handler, StepRun
 from hp_train.pipeline_parallel.trace import Recorder, join_timelines
 from hp_train.pipeline_parallel.transport import Edge, Traffic, Wires, edges_of
 from hp_train.schedule import MetaStep, MetaStepType, Schedule, Span, Timeline, schedule_hash, verify
@@ -32,12 +32,24 @@ _T = MetaStepType
 _FORWARD_TYPES = frozenset({_T.FWD, _T.FWD_SEND, _T.FWD_RECV, _T.DATA_LOAD, _T.DATA_SEND, _T.DATA_RECV})
 
 
+class _Kinds(NamedTuple):
+    send: MetaStepType
+    receive: MetaStepType
+
+
+_KINDS = {
+    Traffic.FORWARD: _Kinds(_T.FWD_SEND, _T.FWD_RECV),
+    Traffic.BACKWARD: _Kinds(_T.BWD_SEND, _T.BWD_RECV),
+    Traffic.DATA: _Kinds(_T.DATA_SEND, _T.DATA_RECV),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """What one rank does in a pass: its steps, and per edge the micro-batches that it receives, in order."""
+    """What one rank does in a pass: its steps, and per kind and stage the micro-batches that it receives, in order."""
 
     steps: tuple[MetaStep, ...]
-    receives: dict[tuple[Traffic, int], tuple[int, ...]]
+    receives: dict[tuple[MetaStepType, int], tuple[int, ...]]
 
 
 class PipelineRuntime:
@@ -90,20 +102,23 @@ class PipelineRuntime:
         edges = edges_of(schedule)
         self._wires = Wires(transport, edges, global_ranks, self.pp_rank, device, timeout_s, self._sentinel.store)
         self._inboxes = {
-            (edge.traffic, edge.target_stage): Inbox(edge, self._wires, device, self._most_in_use(edge))
+            (_KINDS[edge.traffic].receive, edge.target_stage): Inbox(edge, self._wires, device, self._most_in_use(edge))
             for edge in edges
             if edge.target_rank == self.pp_rank
         }
         self._outboxes = {
-            (edge.traffic, edge.source_stage): Outbox(
-                # Whoever reads targets keeps them for the whole pass anyway.
+            (_KINDS[edge.traffic].send, edge.source_stage): Outbox(
                 edge,
                 self._wires,
+                # Whoever reads targets keeps them for the whole pass anyway.
                 limits_open_sends=transport != "multi_stream" and edge.traffic is not Traffic.DATA,
             )
             for edge in edges
             if edge.source_rank == self.pp_rank
         }
+        self._boxes = {**self._inboxes, **self._outboxes}
+        kinds = (_T.FWD_RECV, _T.FWD_SEND, _T.BWD_RECV, _T.BWD_SEND)
+        self._ends = {stage: Ends(*(self._boxes.get((kind, stage)) for kind in kinds)) for stage in self._stages}
 
     def register(self, step_type: MetaStepType, handler: Handler) -> None:
         """Run steps of this type with `handler(run, step)` from now on."""
@@ -112,11 +127,11 @@ class PipelineRuntime:
 
     def recv_infos(self, traffic: Traffic, stage_index: int) -> tuple[RecvInfo, ...]:
         """What the latest receive of a stage was set up with, per tensor; empty before the first."""
-        return self._inboxes[traffic, stage_index].infos
+        return self._inboxes[_KINDS[traffic].receive, stage_index].infos
 
     def num_recv_buffers(self) -> dict[tuple[Traffic, int], int]:
         """Between steps: per receiving edge (traffic, stage), how many buffer tensors its pool has come to hold."""
-        return {key: inbox.pool.num_free for key, inbox in self._inboxes.items()}
+        return {(inbox.edge.traffic, stage): inbox.pool.num_free for (_, stage), inbox in self._inboxes.items()}
 
     def step(self, micro_batches: Sequence[StageInputs | None], loss_scale: float | Tensor = 1.0) -> Tensor | None:
         """Run one training step: accumulate the gradients of `loss_scale` times the summed loss.
@@ -183,9 +198,9 @@ class PipelineRuntime:
         # A source that is read as the schedule goes can't be looked at beforehand: then every micro-batch has a header.
         is_uniform = isinstance(source, (list, tuple)) and _have_same_shapes(source)
         run = StepRun(
-            self._stages, self._handlers, self._wires, self._inboxes, self._outboxes, source, micro_batches, is_uniform,
+            self._stages, self._handlers, self._wires, self._ends, self._boxes, source, micro_batches, is_uniform,
             is_training, grad,
-            self._inboxes.get((Traffic.DATA, self.schedule.num_stages - 1)) if self._carries_targets else None,
+            self._boxes.get((_T.DATA_RECV, self.schedule.num_stages - 1)) if self._carries_targets else None,
         )  # fmt: skip
         try:
             self._begin(program.receives)
@@ -208,7 +223,7 @@ class PipelineRuntime:
             else:
                 recorder.measure(step, partial(run.execute, step), lambda: self._wires.waited_s)
 
-    def _begin(self, receives: dict[tuple[Traffic, int], tuple[int, ...]]) -> None:
+    def _begin(self, receives: dict[tuple[MetaStepType, int], tuple[int, ...]]) -> None:
         for key, inbox in self._inboxes.items():
             inbox.begin_step(receives.get(key, ()))
         for outbox in self._outboxes.values():
@@ -222,12 +237,12 @@ class PipelineRuntime:
         if key not in self._programs:
             order = self.schedule.orders[self.pp_rank]
             steps = [part for step in order for part in _shortened(step, is_training, num_microbatches)]
-            receives: dict[tuple[Traffic, int], list[int]] = {}
+            receives: dict[tuple[MetaStepType, int], list[int]] = {}
             for step in steps:
                 for each in step.transfers:
                     if each.meta_type in RECV_TYPES:
-                        receives.setdefault((TRAFFIC_OF[each.meta_type], each.stage_index), []).append(each.micro_index)
-            self._programs[key] = _Program(tuple(steps), {edge: tuple(micros) for edge, micros in receives.items()})
+                        receives.setdefault((each.meta_type, each.stage_index), []).append(each.micro_index)
+            self._programs[key] = _Program(tuple(steps), {box: tuple(micros) for box, micros in receives.items()})
         return self._programs[key]
 
     def _sum(self, losses: list[Tensor]) -> Tensor | None:
@@ -292,7 +307,7 @@ class PipelineRuntime:
 
     def _abandon(self) -> None:
         self._abort_transfers()
-        for box in [*self._inboxes.values(), *self._outboxes.values()]:
+        for box in self._boxes.values():
             box.abandon()
         for stage in self._stages.values():
             stage.recover()

@@ -14,31 +14,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_train.pipeline_parallel.header import TensorLayout, layouts_of
+from hp_train.pipeline_parallel.header import layouts_of
 from hp_train.pipeline_parallel.mailbox import Inbox, Outbox
 from hp_train.pipeline_parallel.microbatch import StageInputs
 from hp_train.pipeline_parallel.stage import Grads, Stage
-from hp_train.pipeline_parallel.transport import Traffic, Wires
+from hp_train.pipeline_parallel.transport import Wires
 from hp_train.schedule import MetaStep, MetaStepType
 from hp_train.schedule.steps import P2P_TYPES, RECV_TYPES, SEND_TYPES
 
 _T = MetaStepType
 Handler = Callable[["StepRun", MetaStep], None]
 Place = tuple[int, int]  # stage, micro-batch
-Outgoing = tuple[Sequence[Tensor | None], tuple[TensorLayout, ...] | None]
-"""What a send step finds: values, and the layouts that the receiver must know; None for gradients, whose it knows."""
 
 TRANSFER_TYPES = P2P_TYPES | {_T.BATCH_SEND_RECV}
-TRAFFIC_OF = {
-    _T.FWD_SEND: Traffic.FORWARD, _T.FWD_RECV: Traffic.FORWARD, _T.BWD_SEND: Traffic.BACKWARD,
-    _T.BWD_RECV: Traffic.BACKWARD, _T.DATA_SEND: Traffic.DATA, _T.DATA_RECV: Traffic.DATA,
-}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What the values of a stage come in and go out by; None where a neighbour is on this rank, or there is none."""
+
+    activations_in: Inbox | None = None
+    activations_out: Outbox | None = None
+    grads_in: Inbox | None = None
+    grads_out: Outbox | None = None
 
 
 @dataclass(slots=True)
 class StepRun:
     """The state of one pass over the program, training or evaluation.
 
+    ends: those of each stage on this rank.
+    boxes: what each kind of send or receive of a stage goes through, those of data as well.
     source: what comes from outside, by micro-batch; DATA_LOAD steps read it, or all of it is read at the start.
     micro_batches: what has been read so far; empty inputs where other ranks read.
     is_uniform: whether all micro-batches have inputs of the same shapes, so that one header serves the whole pass.
@@ -49,8 +55,8 @@ class StepRun:
     stages: dict[int, Stage]
     handlers: dict[MetaStepType, Handler]
     wires: Wires
-    inboxes: dict[tuple[Traffic, int], Inbox]
-    outboxes: dict[tuple[Traffic, int], Outbox]
+    ends: dict[int, Ends]
+    boxes: dict[tuple[MetaStepType, int], Inbox | Outbox]
     source: Sequence[StageInputs | None]
     micro_batches: list[StageInputs]
     is_uniform: bool
@@ -61,7 +67,6 @@ class StepRun:
     to_post: list[Inbox] = field(default_factory=list)  # that may have a receive to post: due, or with a buffer free
     activations: dict[Place, tuple[Any, ...]] = field(default_factory=dict)  # from a stage on this rank
     output_grads: dict[Place, Grads] = field(default_factory=dict)  # from a stage on this rank
-    outgoing: dict[tuple[Traffic, int, int], Outgoing] = field(default_factory=dict)
 
     def execute(self, step: MetaStep) -> None:
         """Run one step with whatever handler its type has; receives that are due are posted before it."""
@@ -71,52 +76,58 @@ class StepRun:
 
     def forward(self, stage_index: int, micro_index: int) -> None:
         """Run a stage forward and put its outputs where the next stage, or the loss, finds them."""
-        stage, batch = self.stages[stage_index], self.micro_batches[micro_index]
-        inputs = self._inputs_of(stage_index, micro_index, batch)
+        stage, ends, batch = self.stages[stage_index], self.ends[stage_index], self.micro_batches[micro_index]
         is_last = stage_index == stage.num_stages - 1
+        if ends.activations_in is not None:
+            inputs = _leaves_of(ends.activations_in, micro_index)
+        else:
+            inputs = self.activations.pop((stage_index, micro_index)) if stage_index else batch.args
         outputs = stage.forward(micro_index, inputs, batch.kwargs, self._targets_of(micro_index) if is_last else None)
         del inputs
         if is_last:
             self._note_loss(outputs)
-        elif stage_index + 1 in self.stages:
+        elif ends.activations_out is None:
             self.activations[stage_index + 1, micro_index] = tuple(_as_leaf(each) for each in outputs)
         else:
             layouts = layouts_of(outputs, f"stage {stage_index}")
-            self.outgoing[Traffic.FORWARD, stage_index, micro_index] = outputs, layouts
+            ends.activations_out.put(micro_index, outputs, layouts)
             if self.is_training:
-                inbox = self.inboxes[Traffic.BACKWARD, stage_index]
-                inbox.expect(micro_index, layouts)
-                self._may_post_ahead(inbox)
+                ends.grads_in.expect(micro_index, layouts)
+                self._may_post_ahead(ends.grads_in)
         if not self.is_training:
-            self._release(stage_index, micro_index, Traffic.FORWARD)
+            self._release(ends.activations_in, micro_index)
 
     def backward(self, stage_index: int, micro_index: int) -> None:
         """Run a stage's whole backward and hand the gradients of its inputs on."""
-        arrived = self._grads_of(stage_index, micro_index)
-        self._hand_back(stage_index, micro_index, self.stages[stage_index].backward(micro_index, arrived), arrived)
+        stage, ends = self.stages[stage_index], self.ends[stage_index]
+        arrived = self._grads_of(stage, ends, micro_index)
+        self._hand_back(stage_index, ends, micro_index, stage.backward(micro_index, arrived), arrived)
         del arrived
-        self._release(stage_index, micro_index, Traffic.FORWARD, Traffic.BACKWARD)
+        self._release(ends.activations_in, micro_index)
+        self._release(ends.grads_in, micro_index)
 
     def backward_input(self, stage_index: int, micro_index: int) -> None:
         """Run the half of a stage's backward that the previous stage waits for."""
-        arrived = self._grads_of(stage_index, micro_index)
-        self._hand_back(
-            stage_index, micro_index, self.stages[stage_index].backward_input(micro_index, arrived), arrived
-        )
+        stage, ends = self.stages[stage_index], self.ends[stage_index]
+        arrived = self._grads_of(stage, ends, micro_index)
+        self._hand_back(stage_index, ends, micro_index, stage.backward_input(micro_index, arrived), arrived)
 
     def backward_weight(self, stage_index: int, micro_index: int) -> None:
         """Run the other half."""
+        ends = self.ends[stage_index]
         self.stages[stage_index].backward_weight(micro_index)
-        self._release(stage_index, micro_index, Traffic.FORWARD, Traffic.BACKWARD)
+        self._release(ends.activations_in, micro_index)
+        self._release(ends.grads_in, micro_index)
 
     def load(self, micro_index: int) -> None:
         """Read a micro-batch from its source, to the device, and leave its targets for the last stage's rank."""
         batch = self.source[micro_index]
         assert batch is not None, f"no inputs for micro-batch {micro_index} on the rank that loads them"
         batch = self.micro_batches[micro_index] = _on_device(batch, self.wires.device)
-        if (Traffic.DATA, 0) in self.outboxes:
+        outbox = self.boxes.get((_T.DATA_SEND, 0))
+        if outbox is not None:
             targets = (batch.targets,)
-            self.outgoing[Traffic.DATA, 0, micro_index] = targets, layouts_of(targets, "stage 0")
+            outbox.put(micro_index, targets, layouts_of(targets, "stage 0"))
 
     def send(self, step: MetaStep) -> None:
         """Start a send that stands alone."""
@@ -159,17 +170,16 @@ class StepRun:
         return sending
 
     def _send(self, step: MetaStep) -> Outbox:
-        traffic, stage_index, micro_index = TRAFFIC_OF[step.meta_type], step.stage_index, step.micro_index
-        outbox = self.outboxes[traffic, stage_index]
-        values, layouts = self.outgoing.pop((traffic, stage_index, micro_index))
+        outbox = self.boxes[step.meta_type, step.stage_index]
+        values, layouts = outbox.take_out(step.micro_index)
         if layouts is not None and layouts != outbox.uniform_layouts:
-            outbox.announce(layouts, self._announces_all(traffic, stage_index), f"stage {stage_index}")
-        outbox.send(micro_index, values)
+            outbox.announce(layouts, self._announces_all(step), f"stage {step.stage_index}")
+        outbox.send(step.micro_index, values)
         return outbox
 
     def _mark_due(self, step: MetaStep) -> bool:
         """Leave a receive to `post_ahead` where that may come later and knows its layouts; say if that is enough."""
-        inbox = self.inboxes[TRAFFIC_OF[step.meta_type], step.stage_index]
+        inbox = self.boxes[step.meta_type, step.stage_index]
         if inbox.is_posted(step.micro_index):
             return True
         if not self.wires.may_post_early or not inbox.knows_next():
@@ -180,21 +190,20 @@ class StepRun:
 
     def _receive(self, step: MetaStep) -> None:
         """Post a receive at its place in the order, after those that are due: this may wait for a header."""
-        inbox = self.inboxes[TRAFFIC_OF[step.meta_type], step.stage_index]
+        inbox = self.boxes[step.meta_type, step.stage_index]
         if inbox.knows_next() or not self.wires.defers_headers:
             self.post_ahead()
             if not inbox.is_posted(step.micro_index):
                 inbox.post(step.micro_index)
 
-    def _announces_all(self, traffic: Traffic, stage_index: int) -> bool:
+    def _announces_all(self, send: MetaStep) -> bool:
         """Whether what a stage sends first tells the shapes of all that it will send in this pass."""
-        if traffic is Traffic.DATA or stage_index == 0 or not self.is_uniform:
+        if send.meta_type is _T.DATA_SEND or not self.is_uniform:
             return self.is_uniform
-        source = stage_index
-        while source in self.stages and source > 0:
+        source = send.stage_index
+        while source > 0 and self.ends[source].activations_in is None:
             source -= 1
-        inbox = self.inboxes.get((Traffic.FORWARD, source + 1)) if source not in self.stages else None
-        return inbox is None or inbox.is_uniform
+        return source == 0 or self.ends[source].activations_in.is_uniform
 
     def _targets_of(self, micro_index: int) -> Any:
         """The loss's targets: received, if the schedule carries them, else from outside."""
@@ -206,40 +215,26 @@ class StepRun:
         inbox.release(micro_index)
         return targets
 
-    def _inputs_of(self, stage_index: int, micro_index: int, batch: StageInputs) -> tuple[Any, ...]:
-        if stage_index == 0:
-            return batch.args
-        inbox = self.inboxes.get((Traffic.FORWARD, stage_index))
-        if inbox is None:
-            return self.activations.pop((stage_index, micro_index))
-        buffers = inbox.take(micro_index)
-        layouts = inbox.layouts_of(micro_index)
-        return tuple(
-            buffer.detach().requires_grad_(layout.requires_grad)
-            for buffer, layout in zip(buffers, layouts, strict=True)
-        )
+    def _grads_of(self, stage: Stage, ends: Ends, micro_index: int) -> Grads:
+        """The gradients of a stage's outputs: of the loss, from a stage on this rank, or received."""
+        if ends.grads_in is None:
+            is_last = stage.stage_index == stage.num_stages - 1
+            return (self.loss_grad,) if is_last else self.output_grads.pop((stage.stage_index, micro_index))
+        grads = ends.grads_in.take(micro_index)
+        if any([grad is not None for grad in grads]):
+            ends.activations_out.note_arrival(micro_index)
+        return tuple(grads)
 
-    def _grads_of(self, stage_index: int, micro_index: int) -> Grads:
-        if stage_index == self.stages[stage_index].num_stages - 1:
-            return (self.loss_grad,)
-        inbox = self.inboxes.get((Traffic.BACKWARD, stage_index))
-        if inbox is None:
-            return self.output_grads.pop((stage_index, micro_index))
-        grads = tuple(inbox.take(micro_index))
-        if any(grad is not None for grad in grads):
-            self.outboxes[Traffic.FORWARD, stage_index].note_arrival(micro_index)
-        return grads
-
-    def _hand_back(self, stage_index: int, micro_index: int, grads: Grads, arrived: Grads) -> None:
+    def _hand_back(self, stage_index: int, ends: Ends, micro_index: int, grads: Grads, arrived: Grads) -> None:
         if stage_index == 0:
             return
         # A gradient may pass through untouched; as a view of its own it keeps the received buffer from being reused.
         grads = tuple([g.detach() if g is not None and any(g is each for each in arrived) else g for g in grads])
-        if stage_index - 1 in self.stages:
+        if ends.grads_out is None:
             self.output_grads[stage_index - 1, micro_index] = grads
             return
         if any(grad is None for grad in grads):
-            layouts = self.inboxes[Traffic.FORWARD, stage_index].layouts_of(micro_index)
+            layouts = ends.activations_in.layouts_of(micro_index)
             grads = tuple(
                 # The sender of an input that needs a gradient waits for one, even if this stage did not use the input.
                 torch.zeros(layout.shape, dtype=layout.dtype, device=self.wires.device)
@@ -247,7 +242,7 @@ class StepRun:
                 else grad
                 for layout, grad in zip(layouts, grads, strict=True)
             )
-        self.outgoing[Traffic.BACKWARD, stage_index, micro_index] = grads, None
+        ends.grads_out.put(micro_index, grads, None)
 
     def _note_loss(self, outputs: tuple[Tensor, ...]) -> None:
         loss = outputs[0] if len(outputs) == 1 else None
@@ -255,12 +250,10 @@ class StepRun:
             raise ValueError("the last stage must return one scalar, the loss summed over its micro-batch")
         self.losses.append(loss.detach() if loss.ndim == 0 else loss.detach().reshape(()))
 
-    def _release(self, stage_index: int, micro_index: int, *traffics: Traffic) -> None:
-        for traffic in traffics:
-            inbox = self.inboxes.get((traffic, stage_index))
-            if inbox is not None:
-                inbox.release(micro_index)
-                self._may_post_ahead(inbox)
+    def _release(self, inbox: Inbox | None, micro_index: int) -> None:
+        if inbox is not None:
+            inbox.release(micro_index)
+            self._may_post_ahead(inbox)
 
     def _may_post_ahead(self, inbox: Inbox) -> None:
         if self.wires.may_post_early and inbox not in self.to_post:
@@ -274,6 +267,15 @@ class StepRun:
         for inbox in self.to_post:
             inbox.post_ahead()
         self.to_post.clear()
+
+
+def _leaves_of(inbox: Inbox, micro_index: int) -> tuple[Tensor, ...]:
+    """What a stage gets of a received micro-batch: its buffers as leaves of a graph."""
+    buffers = inbox.take(micro_index)
+    layouts = inbox.layouts_of(micro_index)
+    return tuple(
+        [buffer.detach().requires_grad_(layout.requires_grad) for buffer, layout in zip(buffers, layouts, strict=True)]
+    )
 
 
 def _as_leaf(output: Any) -> Any:

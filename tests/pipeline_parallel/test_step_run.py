@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hp_train.pipeline_parallel.header import TensorLayout
 from hp_train.pipeline_parallel.mailbox import Inbox, Outbox
-from hp_train.pipeline_parallel.step_run import DEFAULT_HANDLERS, StepRun
+from hp_train.pipeline_parallel.step_run import DEFAULT_HANDLERS, Ends, StepRun
 from hp_train.pipeline_parallel.transport import Edge, Traffic
 from hp_train.schedule import MetaStepType
 from tests.pipeline_parallel.test_mailbox import Channel
@@ -35,11 +35,9 @@ def test_a_gradient_that_passes_through_keeps_its_buffer(kind: MetaStepType, is_
     wires.may_post_early = False
     inbox = Inbox(Edge(Traffic.BACKWARD, 2, 1, 1, 0), wires, torch.device("cpu"), most_in_use=1)
     outbox = Outbox(Edge(Traffic.FORWARD, 1, 2, 0, 1), Channel().end(is_send=True), limits_open_sends=True)
-    stages = {1: PassingStage(), **({0: None} if is_next_local else {})}
-    run = StepRun(
-        stages, DEFAULT_HANDLERS, wires, {(Traffic.BACKWARD, 1): inbox}, {(Traffic.FORWARD, 1): outbox}, [], [], True,
-        True, None,
-    )  # fmt: skip
+    returned = Outbox(Edge(Traffic.BACKWARD, 1, 0, 0, 1), Channel().end(is_send=True), limits_open_sends=True)
+    ends = Ends(activations_out=outbox, grads_in=inbox, grads_out=None if is_next_local else returned)
+    run = StepRun({1: PassingStage()}, DEFAULT_HANDLERS, wires, {1: ends}, {}, [], [], True, True, None)
     layout = TensorLayout((3,), torch.float32, True)
     inbox.begin_step(range(2))
     for micro_index in range(2):
@@ -51,5 +49,5 @@ def test_a_gradient_that_passes_through_keeps_its_buffer(kind: MetaStepType, is_
     if is_next_local:
         handed = [run.output_grads[0, micro_index][0] for micro_index in range(2)]
     else:
-        handed = [run.outgoing[Traffic.BACKWARD, 1, micro_index][0][0] for micro_index in range(2)]
+        handed = [returned.take_out(micro_index)[0][0] for micro_index in range(2)]
     assert [grad.tolist() for grad in handed] == [[0.0] * 3, [1.0] * 3]
