@@ -136,7 +136,3 @@ def _flags_for_hydra(options: argparse.Namespace) -> list[str]:
     flags += ["--info", options.info] if options.info else []
     flags += ["--multirun"] if options.multirun else []
     return flags
-
-
-if __name__ == "__main__":
-    sys.exit(main())

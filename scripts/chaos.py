@@ -76,7 +76,7 @@ class Victim:
         words = ["resume", str(self.folder)] if begun else [*self.settings, f"trainer.run_dir={self.folder}"]
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "hp_train.cli", *words, *more], stdout=log, stderr=log, start_new_session=True
+                [sys.executable, "-m", "hp_train", *words, *more], stdout=log, stderr=log, start_new_session=True
             )
 
     def step(self) -> int:

@@ -81,7 +81,7 @@ def main() -> int:
     args = parser.parse_args()
     words = [*SETTINGS, f"fsdp.dp_shard_size={args.processes}", f"trainer.max_steps={args.steps}"]
     words.append(f"trainer.run_dir={args.folder.absolute()}")
-    process = subprocess.Popen([sys.executable, "-m", "hp_train.cli", *words], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "hp_train", *words], stdout=subprocess.DEVNULL)
     samples = watch(process, args.folder)
     if process.returncode != 0:
         print(f"the run ended with status {process.returncode}")

@@ -42,7 +42,7 @@ def hp_train(
     environment.update(env or {})
     started = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "hp_train.cli", *arguments],
+        [sys.executable, "-m", "hp_train", *arguments],
         cwd=cwd, env=environment, input=stdin, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     return Finished(done.returncode, done.stdout, done.stderr, time.perf_counter() - started)

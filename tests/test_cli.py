@@ -98,7 +98,7 @@ def test_info_shows_where_configs_are_looked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", ["--help", "schedule lower gpipe --pp 64 --microbatches 64"])
 def test_output_that_can_not_be_written_is_one_line(arguments: str, unbuffered: str) -> None:
-    command = [sys.executable, "-m", "hp_train.cli", *arguments.split()]
+    command = [sys.executable, "-m", "hp_train", *arguments.split()]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}
@@ -107,13 +107,13 @@ def test_output_that_can_not_be_written_is_one_line(arguments: str, unbuffered: 
 
 
 def test_closed_output_is_no_error() -> None:
-    command = f"{sys.executable} -m hp_train.cli schedule show gpipe --pp 2 --microbatches 2 >&-"
+    command = f"{sys.executable} -m hp_train schedule show gpipe --pp 2 --microbatches 2 >&-"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m hp_train.cli --help | head -1"
+    command = f"{sys.executable} -m hp_train --help | head -1"
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, cwd=tmp_path, check=False
     )

@@ -40,7 +40,7 @@ def test_each_kind_of_value_is_taken_as_typed(tmp_path: Path) -> None:
 
 def test_a_shell_hands_over_the_quoted_and_the_plain(tmp_path: Path) -> None:
     words = "--cfg job -p pp pp.layer_split=8-8 'trainer.run_name=it is 50%' \"pp.trace_steps=[1, 2]\""
-    command = f"{sys.executable} -m hp_train.cli {words}"
+    command = f"{sys.executable} -m hp_train {words}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     printed = yaml.safe_load(done.stdout)

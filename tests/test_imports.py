@@ -24,6 +24,7 @@ FLOORS = [
     {"reports"},
     {"commands"},
     {"cli"},
+    {"__main__"},
 ]
 """From the ground up; a name covers what is below it, the longest name counts."""
 

@@ -97,7 +97,7 @@ def command(here: Path) -> dict[str, str]:
     """An environment in which `hp-train` is the command under test."""
     bin_folder = here / "bin"
     bin_folder.mkdir()
-    (bin_folder / "hp-train").write_text(f'#!/bin/sh\nexec {sys.executable} -m hp_train.cli "$@"\n')
+    (bin_folder / "hp-train").write_text(f'#!/bin/sh\nexec {sys.executable} -m hp_train "$@"\n')
     (bin_folder / "hp-train").chmod(0o755)
     (here / "home").mkdir()
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("COMP_", "HP_TRAIN"))}
