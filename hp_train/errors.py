@@ -41,6 +41,14 @@ class ScheduleError(ConfigError):
     """A pipeline schedule (or its text) is malformed or was refused by the proof."""
 
 
+class UnrunnableScheduleError(ScheduleError):
+    """The compute steps of a schedule can't run in their orders; `why` says what holds them up."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name}: {why}")
+        self.why = why
+
+
 class DivergedError(HpTrainError):
     """The loss is beyond hope: more steps, or the same again, would not help."""
 

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from hp_train import registry
-from hp_train.errors import ExitCode, ScheduleError
+from hp_train.errors import ExitCode, ScheduleError, UnrunnableScheduleError
 from hp_train.schedule import SCHEDULES, TRANSPORTS, Costs, Schedule, lower, save_schedule, simulate, verify
 from hp_train.schedule.draw import draw, draw_text
 from hp_train.schedule.registry import schedule_names
@@ -137,7 +137,11 @@ def _show(schedule: Schedule, args: argparse.Namespace) -> int:
 
 
 def _draw(schedule: Schedule, args: argparse.Namespace) -> int:
-    out = args.out or f"{args.source.rsplit('/')[-1].removesuffix('.csv').replace(':', '.')}.svg"
+    out = (
+        args.out
+        if args.out is not None
+        else f"{args.source.rsplit('/')[-1].removesuffix('.csv').replace(':', '.')}.svg"
+    )
     draw(simulate(schedule, _costs(args.costs)), out)
     print(out)
     return int(ExitCode.DONE)
@@ -156,14 +160,18 @@ def _lower(schedule: Schedule, args: argparse.Namespace) -> int:
 def _verify(schedule: Schedule, args: argparse.Namespace) -> int:
     code = ExitCode.DONE
     for transport in TRANSPORTS if args.transport is None else (args.transport,):
-        proof = verify(_lowered(schedule, transport, args), transport, max_activations=args.max_activations)
-        if proof.ok:
+        try:
+            proof = verify(_lowered(schedule, transport, args), transport, max_activations=args.max_activations)
+            violations = proof.violations
+        except UnrunnableScheduleError as error:  # so there is no place for its transfers
+            violations = (error.why,)
+        if violations:
+            more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+            print(f"{args.source}: refused under {transport}: {violations[0]}{more}")
+            code = ExitCode.USER_ERROR
+        else:
             peaks = " ".join(map(str, proof.peak_activations))
             print(f"{args.source}: proven under {transport}; peak activations per rank: {peaks}")
-            continue
-        more = f" (and {len(proof.violations) - 1} more)" if len(proof.violations) > 1 else ""
-        print(f"{args.source}: refused under {transport}: {proof.violations[0]}{more}")
-        code = ExitCode.USER_ERROR
     return int(code)
 
 

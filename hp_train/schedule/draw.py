@@ -67,13 +67,15 @@ def _abridged(peaks: tuple[int, ...]) -> str:
 def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     """Draw `timeline` into the file `path`, PNG or SVG by its suffix.
 
-    Raises ScheduleError for another suffix, an empty timeline, a file that can't be written, or a missing matplotlib.
+    Raises ScheduleError for another suffix, an empty timeline, times beyond 1e-100 to 1e100, a file that can't be
+    written, or a missing matplotlib.
     """
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
         raise ScheduleError(f"{path}: a picture's name ends in {' or '.join(_SUFFIXES)}")
     if timeline.total_s <= 0:
         raise ScheduleError(f"{timeline.name}: nothing to draw, no step takes time")
+    _check_times(timeline)
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -89,7 +91,6 @@ def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _add_boxes(axes, timeline, boxes)
-    _add_labels(axes, boxes, points_per_time=72 * width_in / total)
     axes.set_xlim(0, total)
     axes.set_ylim(num_ranks, 0)
     if timeline.unit:
@@ -100,12 +101,22 @@ def draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
         axes.spines[side].set_visible(False)
     axes.set_title(caption(timeline), fontsize=9, loc="left")
     if boxes:
-        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.08 - 0.25 / num_ranks), ncols=6, frameon=False, fontsize=8)
+        figure.legend(loc="outside lower left", ncols=int(width_in / 1.7), frameon=False, fontsize=8)
+    figure.draw_without_rendering()  # only now the axes have their place, and boxes a size
+    _add_labels(axes, boxes, points_per_time=72 * axes.get_window_extent().width / figure.dpi / total)
     try:
         with matplotlib.rc_context({"svg.hashsalt": "hp-train", "svg.fonttype": "none"}):
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
     except OSError as error:
         raise ScheduleError(f"{path}: can't be written: {error.strerror}") from error
+
+
+def _check_times(timeline: Timeline) -> None:
+    """Raise ScheduleError for times that leave nothing of the others on one axis, or are no numbers."""
+    if timeline.total_s > 0 and not 1e-100 < timeline.total_s < 1e100:
+        raise ScheduleError(
+            f"{timeline.name}: takes {float(timeline.total_s):.4g} in all, too little or too much to draw"
+        )
 
 
 def _ticks(num_ranks: int) -> range:
@@ -187,15 +198,17 @@ def draw_text(timeline: Timeline, width: int = 100, *, markup: bool = False) -> 
 
     A box shows its kind (F, B, I, W) and its micro-batch number if that fits; later stages of a rank are in lower case,
     the parts of an OVERLAP step stand side by side, dots are bubble. markup: add colours as `rich` markup.
+    Raises ScheduleError for times beyond 1e-100 to 1e100.
     """
+    _check_times(timeline)
     label_width = len(f"{len(timeline.spans) - 1} ")
     num_columns = max(1, width - label_width)
     total = timeline.total_s
     if total > 0:
         durations = [span.end_s - span.start_s for row in timeline.spans for span in row if span.step.computes]
         shortest = min((duration for duration in durations if duration > 0), default=total)
-        digits = max(len(str(box.part.micro_index)) for box in _boxes(timeline))
-        num_columns = min(num_columns, max(1, round(total / shortest) * (digits + 1)))
+        digits = max((len(str(box.part.micro_index)) for box in _boxes(timeline)), default=1)
+        num_columns = min(num_columns, max(1, round(min(total / shortest, num_columns)) * (digits + 1)))
     lines = [caption(timeline)]
     for rank, row in enumerate(timeline.spans):
         cells = _text_row(timeline, row, num_columns)

@@ -8,7 +8,8 @@ from typing import Any
 
 from hp_train.errors import ScheduleError
 from hp_train.registry import Builder
-from hp_train.schedule.steps import MetaStep, Schedule
+from hp_train.schedule.steps import Schedule
+from hp_train.schedule.verify import shape_fault
 
 _SIZES = ("pp_size", "num_microbatches", "stages_per_rank")
 
@@ -61,18 +62,15 @@ def _told(error: BaseException) -> str:
 
 
 def _check_form(schedule: Schedule, where: str) -> None:
-    """Raise ScheduleError unless the fields have the types that `Schedule` declares; their sense is `verify`'s part."""
+    """Raise ScheduleError unless the fields have the types that `Schedule` declares and its sizes fit together."""
     if not isinstance(schedule.orders, tuple) or not all(isinstance(order, tuple) for order in schedule.orders):
         raise ScheduleError(f"{where}: returned a Schedule whose orders are no tuple of tuples of MetaSteps")
-    for rank, order in enumerate(schedule.orders):
-        for position, step in enumerate(order):
-            if not isinstance(step, MetaStep):
-                raise ScheduleError(
-                    f"{where}: returned a Schedule whose rank {rank} has {step!r} at step {position}, no MetaStep"
-                )
     for name in ("num_stages", "num_microbatches"):
         if type(getattr(schedule, name)) is not int:
             raise ScheduleError(f"{where}: returned a Schedule with {name}={getattr(schedule, name)!r}, no integer")
     ranks = schedule.rank_of_stage
     if not isinstance(ranks, tuple) or not all(type(rank) is int for rank in ranks):
         raise ScheduleError(f"{where}: returned a Schedule with rank_of_stage={ranks!r}, no tuple of integers")
+    fault = shape_fault(schedule)
+    if fault is not None:
+        raise ScheduleError(f"{where}: returned a Schedule that is none: {fault}")

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from hp_train.errors import ScheduleError
+from hp_train.errors import ScheduleError, UnrunnableScheduleError
 from hp_train.schedule.simulate import UNIT_COSTS, Number, Span, result_of, simulate, simulate_split
 from hp_train.schedule.steps import (
     BACKWARD_TYPES,
@@ -59,7 +59,7 @@ def add_p2p(schedule: Schedule) -> Schedule:
 
 
 def _refuse_repeats(schedule: Schedule) -> None:
-    """Raise ScheduleError if something is computed twice: it would be sent twice as well."""
+    """Raise UnrunnableScheduleError if something is computed twice: it would be sent twice as well."""
     made: dict[object, str] = {}
     for rank, order in enumerate(schedule.orders):
         for position, step in enumerate(order):
@@ -70,7 +70,9 @@ def _refuse_repeats(schedule: Schedule) -> None:
                 for result in results:
                     here = f"rank {rank} step {position} {step}"
                     if result is not None and result in made:
-                        raise ScheduleError(f"{schedule.name}: {here} computes what {made[result]} has computed")
+                        raise UnrunnableScheduleError(
+                            schedule.name, f"{here} computes what {made[result]} has computed"
+                        )
                     made[result] = here
 
 

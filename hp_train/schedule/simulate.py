@@ -8,10 +8,12 @@ holds measured runs just as well.
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from hp_train.errors import ScheduleError
+from hp_train.errors import ScheduleError, UnrunnableScheduleError
 from hp_train.schedule.steps import BACKWARD_TYPES, MetaStep, MetaStepType, Schedule
 
 _T = MetaStepType
@@ -32,23 +34,28 @@ class Costs:
     p2p: Number = 0.0
 
     def per_stage(self, num_stages: int) -> dict[MetaStepType, tuple[Number, ...]]:
-        """Cost by kind of compute step and stage. Raises ScheduleError for a wrong length or a negative cost."""
+        """Cost by kind of compute step and stage. Raises ScheduleError for a wrong length or what is no cost."""
         fwd, bwd_input, bwd_weight = (self._spread(key, num_stages) for key in ("fwd", "bwd_input", "bwd_weight"))
-        if not self.p2p >= 0:
-            raise ScheduleError(f"costs.p2p={self.p2p} must be at least 0")
+        if not _is_cost(self.p2p):
+            raise ScheduleError(f"costs.p2p={self.p2p!r} must be a finite number of at least 0")
         bwd = tuple(ours + weights for ours, weights in zip(bwd_input, bwd_weight, strict=True))
         return {_T.FWD: fwd, _T.BWD: bwd, _T.BWD_INPUT: bwd_input, _T.BWD_WEIGHT: bwd_weight}
 
     def _spread(self, key: str, num_stages: int) -> tuple[Number, ...]:
         value = getattr(self, key)
-        costs = tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
+        is_one = isinstance(value, (numbers.Real, str)) or not isinstance(value, Iterable)
+        costs = (value,) * num_stages if is_one else tuple(value)
         if len(costs) != num_stages:
             raise ScheduleError(
                 f"costs.{key} has {len(costs)} entries for {num_stages} stages; give one each, or a number"
             )
-        if not all(cost >= 0 for cost in costs):
-            raise ScheduleError(f"costs.{key}={value} must be at least 0")
+        if not all(map(_is_cost, costs)):
+            raise ScheduleError(f"costs.{key}={value!r} must be finite numbers of at least 0")
         return costs
+
+
+def _is_cost(value: object) -> bool:
+    return isinstance(value, numbers.Real) and 0 <= value < math.inf
 
 
 UNIT_COSTS = Costs(1, 1, 1, 0)
@@ -219,7 +226,7 @@ class _Simulation:
             self._advance(runnable.pop(), runnable)
         stuck = [rank for rank, order in enumerate(self.schedule.orders) if len(self.spans[rank]) < len(order)]
         if stuck:
-            raise ScheduleError(f"{self.schedule.name}: {self._why_stuck(stuck)}")
+            raise UnrunnableScheduleError(self.schedule.name, self._why_stuck(stuck))
         return Timeline._of_rows(self.spans, self.schedule.name)
 
     def _advance(self, rank: int, runnable: list[int]) -> None:

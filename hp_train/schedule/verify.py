@@ -71,7 +71,7 @@ def verify(schedule: Schedule, transport: str, *, max_activations: int | None = 
     check_transport(transport)
     if max_activations is not None and (type(max_activations) is not int or max_activations < 0):
         raise ScheduleError(f"max_activations={max_activations!r} must be an integer of at least 0")
-    shape = _shape_fault(schedule)
+    shape = shape_fault(schedule)
     if shape is not None:
         return Verification((shape,), (), (), ())
     findings = Findings()
@@ -94,8 +94,8 @@ def verify(schedule: Schedule, transport: str, *, max_activations: int | None = 
     return Verification(findings.all(), peaks, recv_buffers, stage_buffers)
 
 
-def _shape_fault(schedule: Schedule) -> str | None:
-    """What makes the schedule no schedule at all, if anything."""
+def shape_fault(schedule: Schedule) -> str | None:
+    """What makes the schedule no schedule at all, if anything: sizes that do not fit together, steps that are none."""
     if schedule.num_stages < 1 or schedule.num_microbatches < 1:
         return f"num_stages={schedule.num_stages} and num_microbatches={schedule.num_microbatches} must be at least 1"
     if len(schedule.rank_of_stage) != schedule.num_stages:

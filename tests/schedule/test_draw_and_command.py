@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,31 @@ def test_an_empty_timeline_is_no_picture(tmp_path: Path) -> None:
     assert draw_text(Timeline.from_spans([])).startswith("measured: 0 ranks")
 
 
+@pytest.mark.parametrize("name", ["zbv", "dualpipe_v"])
+def test_the_legend_takes_no_room_from_the_boxes(name: str, tmp_path: Path) -> None:
+    draw(simulate(build_schedule(name, 2, 4, 2), Costs(1, 1, 1)), tmp_path / "x.svg")
+    picture = (tmp_path / "x.svg").read_text()
+    width = float(re.search(r'viewBox="0 0 ([\d.]+)', picture)[1])
+    axis = [
+        float(x) for x in re.search(r'<g id="patch_2">\s*<path d="M ([\d.]+) [\d.]+ *\n?L ([\d.]+)', picture).groups()
+    ]
+    assert axis[1] - axis[0] > 0.85 * width
+    assert "weight gradient, later stage" in picture
+
+
+@pytest.mark.parametrize("costs", [Costs(1e300, 1, 1), Costs(1e-320, 0, 0)])
+def test_times_beyond_any_axis_are_refused(costs: Costs, tmp_path: Path) -> None:
+    timeline = simulate(build_schedule("gpipe", 2, 2), costs)
+    for call in (lambda: draw(timeline, tmp_path / "x.svg"), lambda: draw_text(timeline)):
+        with pytest.raises(ScheduleError, match="too little or too much to draw"):
+            call()
+
+
+def test_a_timeline_of_transfers_alone_is_text_too() -> None:
+    sends = [(0, MetaStep(0, T.FWD_SEND, 0), 1.0, 2.0)]
+    assert draw_text(Timeline.from_spans(sends)).startswith("measured: 1 ranks, time 1 s")
+
+
 def test_text_shows_each_rank_step_by_step() -> None:
     text = draw_text(simulate(build_schedule("1f1b", 2, 2), Costs(1, 1, 1)), 80)
     assert text.splitlines()[1:] == ["0 F0F1....B0--..B1--", "1 ..F0B0--F1B1--...."]
@@ -132,6 +158,22 @@ def test_verify_refuses_a_deadlock_with_its_cycle_in_one_line(
     assert out.startswith(
         f"{path}: refused under plain: deadlock: rank 0 step 1 0RECV_B0 waits for rank 1 step 3 1SEND_B0, which"
     )
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "deadlock: rank 0 step 1 0B0 waits for rank 1 step 3 1B0"),
+        ("0F0,0B0,0F1,0B1\n1B0,1F1,1B1\n", "rank 1 step 0 1B0 needs the forward of stage 1, micro-batch 0"),
+    ],
+)
+def test_verify_refuses_computes_that_can_not_run(
+    rows: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "my.csv"
+    path.write_text(rows)
+    assert _run("verify", str(path), "--transport", "batch") == 2
+    assert capsys.readouterr().out.startswith(f"{path}: refused under batch: {says}")
 
 
 def test_verify_says_how_many_more_violations_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,6 +235,30 @@ def test_a_builder_of_ones_own_covers_any_size(tmp_path: Path, monkeypatch: pyte
             _run("verify", source, "--pp", "3", "--microbatches", "5")
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ("num_stages=1", "rank_of_stage places 2 stages of 1"),
+        ("rank_of_stage=(7, 7)", "stage 0 is placed on rank 7; there are 2 ranks"),
+        ("num_stages=-3", "num_stages=-3 and num_microbatches=2 must be at least 1"),
+        ("orders=(), num_stages=0, rank_of_stage=()", "num_stages=0"),
+        ("num_microbatches=3", "3 micro-batches where 2 were asked for"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["verify", "lower", "show"])
+def test_a_builder_whose_sizes_do_not_fit_is_refused(
+    verb: str, changes: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unfit.py").write_text(
+        "from dataclasses import replace\nfrom hp_train.schedule import build_schedule\n"
+        f"def build(*_):\n    return replace(build_schedule('1f1b', 2, 2), {changes})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "unfit", raising=False)
+    with pytest.raises(ScheduleError, match=f"unfit:build: returned a Schedule .*{re.escape(says)}"):
+        _run(verb, "unfit:build", "--pp", "2", "--microbatches", "2")
+
+
 def test_a_builder_that_fails_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_syntax.py").write_text("def mine(:\n")
     (tmp_path / "broken_import.py").write_text("1 / 0\n")
@@ -216,7 +282,7 @@ def test_a_builder_that_fails_is_refused_in_one_line(tmp_path: Path, monkeypatch
         ("broken_builders:leaves", "raised SystemExit"),
         ("broken_builders:arity", r"takes \(pp_size, num_microbatches, stages_per_rank\)"),
         ("broken_builders:refuses", "num_microbatches=3 is less"),
-        ("broken_builders:texts", "rank 0 has '0F0' at step 0, no MetaStep"),
+        ("broken_builders:texts", "rank 0 step 0 '0F0' is no MetaStep"),
         ("broken_builders:lists", "no tuple of tuples"),
         ("broken_builders:counts", "num_stages='1', no integer"),
         ("broken_builders:ranks", "rank_of_stage=None, no tuple"),
