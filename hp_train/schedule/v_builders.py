@@ -85,7 +85,8 @@ def zbv_order(rank: int, p: int, m: int, v: int) -> list[MetaStep]:
 def dualpipe_v_order(rank: int, p: int, m: int, v: int) -> list[MetaStep]:
     """DualPipeV: the forward of one stage overlaps the backward of the other (arXiv:2412.19437; cut in half to a V).
 
-    Needs m >= 2p. Weight gradients are put off only at the two ends, where they fill bubbles.
+    Needs m >= 2p. Weight gradients are put off only at the two ends, where they fill bubbles. Where forwards cost more
+    than input gradients the bubble can pass the closed form for F = I = W; `simulate` tells.
     """
     behind = p - 1 - rank
     order = _RankOrder(rank, p)

@@ -208,7 +208,13 @@ def test_invalid_sizes_say_why_and_what_is_valid(arguments: tuple, says: str) ->
         build_schedule(*arguments)
 
 
-@pytest.mark.parametrize("costs", [Costs((1, 1), 1, 1), Costs(-1, 1, 1), Costs(1, 1, 1, -1), Costs(float("nan"), 1, 1)])
+@pytest.mark.parametrize(
+    "costs",
+    [
+        Costs((1, 1), 1, 1), Costs(-1, 1, 1), Costs(1, 1, 1, -1), Costs(float("nan"), 1, 1), Costs(float("inf"), 1, 1),
+        Costs(None, 1, 1), Costs("1234", 1, 1), Costs(1, 1, 1, "0"), Costs(1, (1, 1, None, 1), 1),
+    ],
+)  # fmt: skip
 def test_costs_that_mean_nothing_are_refused(costs: Costs) -> None:
     with pytest.raises(ScheduleError, match="costs"):
         simulate(build_schedule("gpipe", 3, 3), costs)
