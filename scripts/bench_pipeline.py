@@ -10,8 +10,8 @@ happens between: torch validates shapes, walks its communication lists, posts ea
 waits for each send; here receives are posted ahead and a step is one call. At dim 64 a micro-batch computes about as
 long as such work takes, so the ratio should be at most 0.92; at dim 256 computing dominates, so at most 1.00, and
 below that where torch leaves waiting exposed (gpipe: at most 0.92). With equal stages no engine can beat
-(m + (p - 1) / v)(F + B), the floor that is printed beside. Memory: torch keeps m receive buffers a stage and direction for good, a proven schedule
-needs its peak in flight, so the peak at m = 32 should be lower by at least the difference.
+(m + (p - 1) / v)(F + B), the floor that is printed beside. Memory: torch keeps m receive buffers a stage and direction
+for good, a proven schedule needs its peak in flight, so the peak at m = 32 should be lower by at least the difference.
 
 Measured (torch 2.13, two shared cores, plain transport; ratios to torch with the 95 % interval of the median, 20 to
 45 s a case, several series; `least` is a loop for this one model that only computes, sends and receives):
@@ -27,17 +27,17 @@ Measured (torch 2.13, two shared cores, plain transport; ratios to torch with th
     256  1f1b              8     653.5     664.0  0.986 [0.950, 1.005]   0.976     660.6   1.00
     256  interleaved_1f1b  8     662.2     705.3  0.942 [0.915, 0.991]             656.1   1.00
 
-These are figures of a machine that others disturb. In an undisturbed hour the same work runs 2.6 times as fast, the
-scatter of the two misses falls below 1 %, and two bounds lie under the floor that is printed beside them:
+These are figures of a machine that others disturb. In an undisturbed hour the same work runs 2.6 times as
+fast, and two bounds lie under the floor that is printed beside them:
 
      64  1f1b              8      30.0      31.1  0.974 [0.968, 0.980]   0.951      28.8   0.92
     256  gpipe             8     416.2     433.0  0.950 [0.928, 1.019]   0.944     409.2   0.92
 
 There torch itself is within 8 % (1f1b at dim 64) and 6 % (gpipe at dim 256) of that floor, which is 0.926 and 0.945 of
 its time, and the loop that does nothing else misses 0.92 as well. (The floor takes the slower stage for both; counting
-each stage's own time, computing alone would be 26.7 ms or 0.86 in the first case, with no message sent.) The last rank, which also makes the loss, is busy from its
-first input to its last gradient; of 3.3 ms a micro-batch there, 3.0 are the model's, 0.1 gloo's, 0.1 Python's. All
-memory bounds are met; 5 to 10 microseconds a MetaStep.
+each stage's own time, computing alone would be 26.7 ms or 0.86 in the first case, with no message sent.) The last
+rank, which also makes the loss, is busy from its first input to its last gradient; of 3.3 ms a micro-batch there, 3.0
+are the model's, 0.1 gloo's, 0.1 Python's. All memory bounds are met; 5 to 10 microseconds a MetaStep.
 
 Two processes, one thread each, each on a core of its own with gloo's threads: unbound, ranks meet on one core now and
 then, and medians scatter by 5 %. Engines take turns step by step, in the same processes; a step's time is that of the
